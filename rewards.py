@@ -27,29 +27,18 @@ import asyncio
 import inspect
 import itertools
 import math
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from importlib import invalidate_caches
-from importlib.util import find_spec, module_from_spec
-from pathlib import Path
 from pkgutil import resolve_name
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from huggingface_hub import snapshot_download
 from PIL import Image
 
 from grpo import centre_groups
-
-ROOT = Path(__file__).resolve().parent
-
-
-class UserError(Exception):
-    """An error that the user can fix: shown as one line, exit code 2."""
-
+from runtime.files import ROOT, UserError, load_from_file
 
 # ---- likeness to a target ------------------------------------------------------------------------
 
@@ -202,70 +191,6 @@ class Reward:
 
 # One event loop for all calls: a client that a reward keeps is bound to the loop of its first.
 RUNNER = asyncio.Runner()
-
-
-def find_path(name):
-    """A file or folder as it is named, or else as it is named in the project's folder."""
-    own = ROOT / name
-    return str(own) if own.exists() and not Path(name).exists() else name
-
-
-def download(name, *patterns):
-    """The folder of a model: `name`, or where its files on the hub are after a download.
-
-    Whatever loads reads that folder: files that are there need no network. patterns: the files that
-    are needed, such as "*.json".
-    """
-    folder = find_path(name)
-    return folder if Path(folder).is_dir() else snapshot_download(folder, allow_patterns=patterns)
-
-
-def find_file(name):
-    """The file of my_file.py:function."""
-    path = Path(find_path(name.rpartition(":")[0]))
-    if not path.is_file():
-        raise UserError(f"the file {path} does not exist")
-    return path.resolve()
-
-
-def load_from_file(name):
-    """my_file.py:function, as a function."""
-    module, function = load_module(find_file(name)), name.rpartition(":")[2]
-    if not hasattr(module, function):
-        raise UserError(f"{module.__file__} has no {function!r}")
-    return getattr(module, function)
-
-
-# Of this run: {file: its module}, and the folders of such files.
-MODULES, FOLDERS = {}, []
-
-
-def load_module(file):
-    """A file as the module of its name, which can import what is beside it. It runs once in a run.
-
-    The processes of a pool import it by that name, so Python has to find this file by it.
-    """
-    if file not in MODULES:
-        name, folder = file.stem, str(file.parent)
-        if folder not in sys.path:
-            FOLDERS.append(folder)
-            sys.path.append(folder)
-        invalidate_caches()  # the file may be new
-        spec = None if "." in name else find_spec(name)
-        if spec is None or Path(spec.origin or "").resolve() != file:
-            raise UserError(f"{file} is not what Python finds as module {name!r}: rename the file")
-        MODULES[file] = sys.modules[name] = module_from_spec(spec)
-        spec.loader.exec_module(MODULES[file])
-    return MODULES[file]
-
-
-def forget_modules():
-    """A notebook's next run loads its files again, and may have others of the same names."""
-    for module in MODULES.values():
-        sys.modules.pop(module.__name__, None)
-    sys.path[:] = [folder for folder in sys.path if folder not in FOLDERS]
-    MODULES.clear()
-    FOLDERS.clear()
 
 
 @torch.no_grad()

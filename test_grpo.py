@@ -49,6 +49,7 @@ from grpo import (
     mask_through_end,
     set_advantages,
 )
+from runtime.files import find_path
 from runtime.settings import TINY
 
 if "OMP_NUM_THREADS" not in os.environ:
@@ -632,7 +633,7 @@ RED, BLUE = "a red circle on a pink background", "a blue cross"  # of two length
 def pipe():
     """The shipped model, through the stock pipeline. Its distributions are sharp, so a wrong
     position is expensive."""
-    return GlmImagePipeline.from_pretrained(TINY, dtype=torch.float32)
+    return GlmImagePipeline.from_pretrained(find_path(TINY), dtype=torch.float32)
 
 
 def seeded(*seeds):

@@ -30,10 +30,10 @@ from transformers import set_seed
 from glm_image.model import GlmImage, load
 from grpo import GRPO, set_advantages
 from rewards import combine, score, weights_of
-from runtime import checkpoint, cpu, ranks
+from runtime import cpu, folder, ranks
+from runtime.adapters import adapters_in
 from runtime.data import load_rewards, prompt_indices, read_inputs, read_prompts, seed_of_step
 from runtime.evaluation import judge
-from runtime.folder import run_folder
 from runtime.record import Clock, Record
 from runtime.settings import Settings, parse_settings
 from runtime.terminal import exit_code, optional, print_start, say
@@ -198,25 +198,26 @@ def train(settings, run_class=Run):
     began = time.time()
     device = ranks.device(settings.device)
     plan = backend_of(device).plan(run_class.Model, settings, device)  # before any download
+    settings.base = plan.base
     data = read_inputs(settings, run_class.read_prompts)
     print_start(settings, device, data)
-    with run_folder(settings, data, plan.base) as folder:
+    with folder.run_folder(settings, data) as out:
         load_rewards(settings, data)
-        with tracked(settings, folder.path) as tracker:
-            run = run_class.load(settings, data, plan, folder.adapters)
-            done = checkpoint.load(folder.path, run.trainers)  # steps
-            record = run.Record(folder, settings, data, run, tracker, done)
+        with tracked(settings, out) as tracker:
+            run = run_class.load(settings, data, plan, adapters_in(out / "start"))
+            done = folder.load(out, run.trainers)  # steps
+            record = run.Record(out, settings, data, run, tracker, done)
             code = 130  # after Ctrl-C; steps before it are saved
             with suppress(KeyboardInterrupt):
                 loop(run, settings, data, record)
                 code = 0
             record.export(run.glm_image)
     took = f"{counted(record.saved, 'step')}, {time.time() - began:.0f} s"
-    page = Path(folder.name, "index.html")
+    page = Path(settings.out, "index.html")
     look = f"; look at {page}" if page.exists() else ""
-    say(f"{took}; output folder: {folder.name}{look}")
+    say(f"{took}; output folder: {settings.out}{look}")
     if code:
-        say(f"continue with --resume {folder.name}")
+        say(f"continue with --resume {settings.out}")
         draw(record)  # the page says that the run was ended
     return code
 

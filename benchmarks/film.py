@@ -20,9 +20,10 @@ import torch
 from PIL import Image
 
 import train
-from runtime.checkpoint import WEIGHTS, checkpoints, load_adapter
+from runtime.adapters import WEIGHTS, load_adapter
 from runtime.data import choose, parse_rewards
 from runtime.evaluation import score_prompts
+from runtime.folder import checkpoints
 from runtime.settings import TINY
 from viewer.sheets import draw_grid
 

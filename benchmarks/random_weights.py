@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from gpu.model import without_weights
+from runtime.files import find_path
 from runtime.settings import TINY
 
 # All else is the default of the classes. The policy's vision tower, which does not train, has one
@@ -57,7 +58,7 @@ def main(folder):
     # On a CPU it takes minutes.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     left_out = shutil.ignore_patterns("*.safetensors", "*.png", "*.txt", "*.py")
-    shutil.copytree(TINY, folder, ignore=left_out, dirs_exist_ok=True)
+    shutil.copytree(find_path(TINY), folder, ignore=left_out, dirs_exist_ok=True)
     torch.set_default_dtype(torch.bfloat16)
     for name, sizes in SIZES.items():
         with torch.device(device):

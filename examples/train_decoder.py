@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from glm_image.decoder import DecoderGRPO, LearningDecoder, repeat_for_steps
 from grpo import set_advantages
-from rewards import UserError, combine, score, weights_of
+from rewards import combine, score, weights_of
 from runtime import ranks
+from runtime.files import UserError
 from runtime.metrics import reward_metrics
 from runtime.record import Record
 from runtime.settings import Settings

@@ -16,8 +16,8 @@ from packaging.version import Version
 from peft import LoraConfig, PeftConfig, get_peft_model
 from transformers import GlmImageProcessor, set_seed
 
-from rewards import UserError, find_path
-from runtime.checkpoint import WEIGHTS, load_adapter
+from runtime.adapters import WEIGHTS, load_adapter
+from runtime.files import UserError, find_path
 from runtime.settings import readable_loading
 from runtime.terminal import readable
 

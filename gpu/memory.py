@@ -12,9 +12,9 @@ from packaging.version import Version
 
 from gpu.model import sizes
 from grpo import Offload
-from rewards import UserError
 from runtime import ranks
 from runtime.cpu import Plan
+from runtime.files import UserError
 from runtime.terminal import out_of_memory, say
 
 # By default torch rounds page-locked blocks up to powers of two so that it can reuse them: 37.9 GB

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import CLIPModel, CLIPProcessor
 
 from reward_models import CHINESE, SMALL, lend_gpu, load_pretrained, load_weights
-from rewards import download
+from runtime.files import download
 
 
 @functools.cache  # clip and aesthetic share one

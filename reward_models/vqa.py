@@ -8,6 +8,7 @@ import transformers
 
 import rewards
 from reward_models import CHINESE, SMALL, lend_gpu, load_pretrained
+from runtime.files import download
 
 QUESTIONS = Path(__file__).resolve().parents[1] / "prompts" / "questions.jsonl"
 AT_ONCE = 8  # pictures per forward pass; a picture counts once per question
@@ -37,7 +38,7 @@ class Vqa:
         self.reads_chinese = model != rewards.SMOLVLM
         dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         self.model = load_pretrained(transformers.AutoModelForImageTextToText, model, dtype)
-        folder = rewards.download(model, *SMALL)
+        folder = download(model, *SMALL)
         self.processor = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=False)
         tokenizer = self.processor.tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

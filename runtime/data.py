@@ -11,18 +11,9 @@ from pathlib import Path, PureWindowsPath
 import torch
 from PIL import Image, ImageOps
 
-from rewards import (
-    REWARDS,
-    Reward,
-    UserError,
-    find_file,
-    find_path,
-    forget_modules,
-    load_from_file,
-    score,
-    weights_of,
-)
+from rewards import REWARDS, Reward, score, weights_of
 from runtime import ranks
+from runtime.files import UserError, find_path, forget_modules, load_from_file
 from runtime.terminal import readable, say
 
 PICTURE = "<|image|>"  # GLM-Image would look for a picture there
@@ -49,8 +40,8 @@ class Prompt:
 def read_prompts(settings, prefix=""):
     """The prompts to train on, or with "eval_" the held-out prompts, and their targets."""
     file = getattr(settings, f"{prefix}prompts")
-    copy = settings.start and settings.start / f"{prefix}prompts{Path(file).suffix}"
-    prompts = read_file(copy or file)
+    copy = f"{prefix}prompts{Path(file).suffix}"
+    prompts = read_file(Path(settings.resume, "start", copy) if settings.resume else file)
     for prompt, picture in zip(prompts, read_pictures(prompts, "target", settings, prefix)):
         prompt.target = picture
     return prompts
@@ -215,12 +206,6 @@ class Data:
     rewards: dict  # {name: Reward}
     judges: dict  # rewards that nothing is trained to please
 
-    def files(self, settings):
-        """{name in start/: file} of prompts, and of the user's own rewards, to compare with."""
-        paths = {name: find_path(getattr(settings, name)) for name in ("prompts", "eval_prompts")}
-        files = {name + Path(path).suffix: path for name, path in paths.items()}
-        return files | {Path(each.own).name: find_file(each.source) for each in self.own()}
-
     def own(self):
         """The rewards in files of the user's."""
         return [each for each in (self.rewards | self.judges).values() if each.own]
@@ -252,22 +237,11 @@ def read_inputs(settings, read):
             raise UserError(f"reward {min(likeness)!r} needs --targets, or --eval-targets")
     data = Data(prompts, held_out, rewards, judges)
     for each in data.own():
-        if settings.start:
-            refuse_other(each.own, settings.start)
         load_from_file(each.source)
     known, new = ({prompt.identity() for prompt in some} for some in (prompts, held_out))
     if common := len(known & new):
         say(f"warning: {common} of the {len(new)} held-out prompts are also training prompts")
     return data
-
-
-def refuse_other(name, start):
-    """UserError unless the file of a reward is the one whose copy is in start/."""
-    file = Path(find_path(name)).absolute()
-    copy = start / file.name
-    if not file.is_file() or file.read_bytes() != copy.read_bytes():
-        ways = f"put that back from {copy}, or copy the new file there to go on with it"
-        raise UserError(f"{file} is not the file that the run began with: {ways}")
 
 
 def parse_rewards(spec):

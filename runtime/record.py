@@ -10,7 +10,8 @@ import torch
 from tqdm import tqdm
 
 from rewards import weights_of
-from runtime import checkpoint, ranks
+from runtime import folder, ranks
+from runtime.adapters import adapters_in, copy_adapters
 from runtime.metrics import evaluation_metrics, reward_metrics, with_weighted_sum
 from runtime.terminal import say
 from runtime.words import LINE, best_earlier_evaluation, evaluation_table, format_step
@@ -28,10 +29,9 @@ class Record:
 
     line = LINE
 
-    def __init__(self, folder, settings, data, run, tracker, done):
-        """tracker: a Tracker, or None. done: steps made; records of later ones are dropped."""
-        self.folder = folder
-        self.out = folder.path
+    def __init__(self, out, settings, data, run, tracker, done):
+        """out: the folder. tracker: a Tracker, or None. done: steps made; others are dropped."""
+        self.out = out
         self.settings = settings
         self.trainers = run.trainers
         self.tracker = tracker
@@ -46,7 +46,7 @@ class Record:
             file = self.out / f"{name}.jsonl"
             self.records[name] = [each for each in read_jsonl(file) if each["step"] <= done]
             if self.writes:
-                checkpoint.write_whole(file, as_lines(self.records[name]))
+                cut(file, len(self.records[name]))
 
     def append(self, name, records):
         """To a .jsonl file, with None for NaN, which JSON does not have."""
@@ -96,12 +96,12 @@ class Record:
         """The checkpoint of the last step, unless it is there."""
         if self.writes and self.done > self.saved:
             evaluated = {each["step"] for each in self.records["evaluation"]}
-            checkpoint.save(self.out, self.done, self.trainers, evaluated)
+            folder.save(self.out, self.done, self.trainers, self.settings.model, evaluated)
 
     @property
     def saved(self):
         """Steps that a resumed run need not make again."""
-        return checkpoint.steps_saved(self.out)
+        return folder.steps_saved(self.out)
 
     def evaluation(self, prompts, pictures, values):
         """Writes an evaluation's numbers, and pictures of some of its prompts; prints its table.
@@ -122,7 +122,7 @@ class Record:
         ]
         numbers = {"step": self.done, **evaluation_metrics(values, [x.type for x in prompts])}
         numbers |= {"judge": self.judged_by, "moved": (sum(map(any, norms)), len(since))}
-        numbers["adapter"] = self.folder.began_from if self.settings.steps == 0 else None
+        numbers["adapter"] = self.settings.adapter if self.settings.steps == 0 else None
         self.append("evaluation", [numbers | {"shown": shown}])
         if self.tracker is not None:
             last = evaluations[-1]
@@ -130,7 +130,7 @@ class Record:
         say(evaluation_table(evaluations))
         if best := best_earlier_evaluation(evaluations):
             step, words = best
-            place = Path(self.folder.name, "checkpoints", f"{step:06d}")
+            place = Path(self.settings.out, "checkpoints", f"{step:06d}")
             say(f"held out, {words}" + f"; to go on from there: --adapter {place}" * (step > 0))
 
     def save_pictures(self, place, images, beside, small=False):
@@ -170,10 +170,10 @@ class Record:
         if self.writes and self.saved:
             from runtime.model_card import write_cards  # training needs nothing of it
 
-            adapters = checkpoint.adapters_in(checkpoint.newest(self.out))
-            checkpoint.copy_adapters(adapters, self.out)
+            adapters = adapters_in(folder.newest(self.out))
+            copy_adapters(adapters, self.out)
             if "decoder-adapter" in adapters:
-                checkpoint.load(self.out, self.trainers)  # Ctrl-C may have ended an update midway
+                folder.load(self.out, self.trainers)  # Ctrl-C may have ended an update midway
                 glm_image.save_decoder_adapter(self.out / "decoder-adapter")
             write_cards(self, adapters)
 
@@ -249,3 +249,10 @@ def read_jsonl(path):
 
 def as_lines(records):
     return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def cut(file, count):
+    """Leaves the first lines of a file, in place: a kill cannot lose them."""
+    with open(file, "a+b") as lines:
+        lines.seek(0)
+        lines.truncate(sum(len(lines.readline()) for _ in range(count)))

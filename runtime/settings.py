@@ -5,8 +5,6 @@ import inspect
 import json
 import math
 import os
-import re
-import shlex
 import sys
 import textwrap
 from copy import copy
@@ -17,11 +15,12 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 from grpo import GRPOSettings
-from rewards import REWARDS, ROOT, UserError, download
-from runtime.folder import OF_RUN, resumed
+from rewards import REWARDS
+from runtime.files import UserError, download
+from runtime.folder import OF_RUN
 from runtime.terminal import option, readable, say
 
-TINY = str(ROOT / "tiny-glm-image")
+TINY = "tiny-glm-image"  # find_path finds it in the project
 RELEASE = "zai-org/GLM-Image"
 
 
@@ -43,7 +42,7 @@ class Settings(GRPOSettings):
     # --steps 0 only evaluate them
     adapter: str = None
     # text file, one prompt per line; or .jsonl, with columns for rewards
-    prompts: str = f"{ROOT}/prompts/train.txt"
+    prompts: str = "prompts/train.txt"
     # folder with a picture per prompt, sorted by name, or with those that rows of a .jsonl name as
     # "target" (default: the file's folder); or my_file.py:function, which draws them
     targets: str = None
@@ -94,7 +93,7 @@ class Settings(GRPOSettings):
     # ---- evaluation, before and after
 
     # prompts that are never trained on, one per line
-    eval_prompts: str = f"{ROOT}/prompts/heldout.txt"
+    eval_prompts: str = "prompts/heldout.txt"
     # the same of the held-out prompts
     eval_targets: str = None
     # rewards that are reported and never trained on; where the first is 0 for a picture (and only
@@ -178,29 +177,8 @@ class Settings(GRPOSettings):
         if self.height % 32 or self.width % 32:
             size = f"{self.height} and {self.width}"
             raise UserError(f"--height and --width must be multiples of 32, got {size}")
-
-    @property
-    def start(self):
-        """Where a resumed run has copies of its prompts and adapter, or None."""
-        return Path(self.resume, "start") if self.resume else None
-
-    def portable(self):
-        """{name: value}, without places on this machine: of the project, and of the run."""
-        own = "out", "resume"
-        return {name: portable(x) for name, x in vars(self).items() if name not in own}
-
-    @classmethod
-    def command(cls, values):
-        """What repeats a run of these values: each setting that is not the default, as a flag."""
-        defaults = {each.name: each.default for each in fields(cls)}
-        defaults |= cls.tiny if is_tiny(values["model"]) else {}
-        count = values["processes"]
-        words = ["python"] if count == 1 else ["torchrun", "--nproc-per-node", str(count)]
-        words.append(cls.script)
-        for name, default in defaults.items():
-            if values.get(name) not in (None, portable(default)):
-                words += [option(name), str(values[name])]
-        return shlex.join(words)
+        if self.resume and self.out:
+            raise UserError("--resume names the folder: leave out --out")
 
     def for_evaluation(self):
         """As the model is used after training."""
@@ -209,12 +187,6 @@ class Settings(GRPOSettings):
         settings.guidance_scale = self.eval_guidance_scale
         settings.guidance_steps = None
         return settings
-
-
-def portable(value):
-    """A setting; it names files of the project as find_path finds them on any machine."""
-    here = rf"{re.escape(str(ROOT))}[/\\]"  # on Windows both are in C:\project/prompts/train.txt
-    return re.sub(here, "", value) if isinstance(value, str) else value
 
 
 # The least and the most that a number may be, here and in examples/. All others are above 0.
@@ -297,13 +269,11 @@ def build_parser(kind=Settings):
             of_release = "" if release is None else f", {release} for GLM-Image"
             default = f"{kind.tiny[name]} for tiny{of_release}"
         if default is not None:
-            words += f" (default: {portable(default)})"
+            words += f" (default: {default})"
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
         groups[heading].add_argument(option(name), help=words, **argument_of(by_name[name].type))
-    words = (
-        "JSON file of settings, such as runs/1/settings.json, to begin a run like that; flags win"
-    )
+    words = "JSON file of settings, such as runs/1/settings.json, for a run like that; flags win"
     parser.add_argument("--config", help=words, metavar="FILE")
     return parser
 
@@ -342,15 +312,15 @@ def argument_of(hint):
 def parse_settings(arguments=None, kind=Settings):
     """The Settings of a command line.
 
-    Its flags come before the settings of the run that it resumes, or before those in --config,
-    which come before the model's defaults. kind: the class, in examples/ another than Settings.
+    Its flags come before the settings in --config, or in the folder of --resume, and these before
+    the model's defaults. kind: the class, in examples/ another than Settings.
     """
     parser = build_parser(kind)
     given = vars(parser.parse_args(arguments))
     if "resume" in given:
-        return kind(**resumed(given, kind))
+        given.setdefault("config", str(Path(given["resume"], "settings.json")))
     if config := given.pop("config", None):
-        given = vars(parser.parse_args(flags_in(config))) | given
+        given = read_settings(config, parser, kind) | given
     for prefix in ("", "eval_"):
         if f"{prefix}prompts" in given:  # the default targets are not theirs
             given = {f"{prefix}targets": None} | given
@@ -365,11 +335,13 @@ def parse_settings(arguments=None, kind=Settings):
     return settings
 
 
-def flags_in(file):
-    """The settings in a JSON file, as flags; of a run's settings.json not what belongs to it."""
-    with readable(f"use --config {file}", '; an example: {"steps": 50, "lr": 1e-4}'):
+def read_settings(file, parser, kind):
+    """The settings in a JSON file, such as a run's settings.json, as if they were flags."""
+    hint = '; --resume is the folder of a run, --config a file such as {"steps": 50, "lr": 1e-4}'
+    with readable(f"read {file}", hint):
         values = dict(json.loads(Path(file).read_text("utf-8-sig")))
-    if "resume" in values:
-        raise UserError(f"--config {file} names a run to resume: give it as --resume")
+    if (script := values.get("script", kind.script)) != kind.script:
+        raise UserError(f"{file} is of a run of {script}: give it to that")
     given = {name: x for name, x in values.items() if x is not None and name not in OF_RUN}
-    return [f"{option(name)}={x}" for name, x in given.items()]
+    with readable(f"use {file}"):
+        return vars(parser.parse_args([f"{option(name)}={x}" for name, x in given.items()]))

@@ -8,8 +8,8 @@ import torch
 from tqdm import tqdm
 
 from grpo import NotFinite
-from rewards import UserError
 from runtime import ranks
+from runtime.files import UserError
 
 
 def option(name):

@@ -37,10 +37,10 @@ from world import draw
 
 import train
 from glm_image import editing, model
-from rewards import UserError, forget_modules
-from runtime.checkpoint import find_adapters
+from runtime.adapters import find_adapters
 from runtime.cpu import Plan
 from runtime.data import Prompt
+from runtime.files import UserError, forget_modules
 from runtime.record import Clock
 
 gc.freeze()  # millions of objects of the libraries, which no collection needs to look at again
@@ -69,7 +69,7 @@ QUICK += " --prompts-per-step 1 --group-size 2 --decode-steps 1 --eval-prompts p
 # Sharp as the shipped model is, short pictures would all be the same.
 QUICK += " --eval-targets targets --eval-count 1 --eval-decode-steps 1"
 QUICK += " --temperature 9 --top-p 1"
-QUICK = ["--model", str(TINY), *QUICK.split(), "--eval-reward", "", "--lr", "2e-3"]
+QUICK = ["--model", TINY.name, *QUICK.split(), "--eval-reward", "", "--lr", "2e-3"]
 
 
 def pytest_configure(config):
@@ -132,7 +132,7 @@ def run_class_of(words):
 
 
 def tiny_settings(*flags):
-    words = ["--model", str(TINY), *words_of(flags)]
+    words = ["--model", TINY.name, *words_of(flags)]
     return train.parse_settings(words, run_class_of(words).Settings)
 
 
@@ -140,7 +140,8 @@ def build_run(settings, pipe=None):
     """What a run works with, of the tiny model unless told otherwise."""
     run_class = DecoderRun if hasattr(settings, "train") else train.Run
     pipe = pipe or load_once(settings.model, CPU)
-    return run_class.load(settings, adapters=find_adapters(settings.adapter), pipe=pipe)
+    adapters = find_adapters(settings.adapter) if settings.adapter else {}
+    return run_class.load(settings, adapters=adapters, pipe=pipe)
 
 
 def holding(device, *models, waiting=None, release=lambda: None):

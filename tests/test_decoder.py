@@ -37,8 +37,8 @@ import train
 from glm_image.decoder import PathScheduler, gaussian_step, log_density
 from grpo import NotFinite
 from rewards import combine
-from runtime import checkpoint
 from runtime.data import parse_rewards
+from runtime.folder import load as load_newest
 
 PROMPTS = ["a red circle", "a blue cross"]
 VARIED = ["--temperature", "9", "--top-p", "1"]  # or the sequences of a prompt are all the same
@@ -329,7 +329,7 @@ def test_the_decoders_adapter_paints_in_a_stock_pipeline_what_it_painted_here(bo
     settings = tiny_settings("--height 32 --width 32 --decode-steps 3")
     paint = lambda pipe: painted(pipe, PROMPTS[0], torch.tensor([[7]]), settings, 3)[0]
     run, _ = build("--train both")
-    checkpoint.load(both_halves, run.trainers)
+    load_newest(both_halves, run.trainers)
     here, pipe = paint(run.glm_image.pipe), load_once(str(TINY), CPU)
     assert (paint(pipe) - here).abs().max() > 0.01
     folder = str(both_halves / "decoder-adapter")

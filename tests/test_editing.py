@@ -4,7 +4,6 @@ the source."""
 import json
 import re
 import runpy
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +32,6 @@ from conftest import (
 )
 from PIL import Image
 from test_gpu import SHAPING, same_samples
-from test_pages import run_code
 from test_vqa import bounded, by_generate, pictures, tiny_model
 
 import rewards
@@ -46,8 +44,8 @@ from glm_image.editing import (
 )
 from glm_image.model import GlmImage, for_decoder
 from gpu.forward import CapturedForward
-from rewards import UserError
 from runtime.data import Prompt, parse_rewards
+from runtime.files import UserError
 from runtime.settings import RELEASE
 
 WISH = "make the circle blue"
@@ -294,15 +292,10 @@ def test_the_adapter_edits_in_the_stock_pipeline(edited, tmp_path, monkeypatch):
     assert len(pictures) == 2
 
 
-def test_the_card_of_an_adapter_for_edits_edits(edited, tmp_path, monkeypatch):
-    shutil.copytree(edited / "adapter", tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    Path(TINY.name).symlink_to(TINY)
-    world.draw(RED_CIRCLE).save("source.png")
-    run_code(tmp_path / "README.md", "adapter = ")
-    assert Image.open("picture.png").size == (64, 64)
-    words = "`python examples/train_edits.py --config settings.json`"
-    assert words in Path("README.md").read_text()
+def test_the_card_of_an_adapter_for_edits_says_how_they_are_called(edited):
+    card = (edited / "adapter" / "README.md").read_text()
+    assert "`python examples/train_edits.py --config settings.json`" in card
+    assert "docs/decoder.md" in card
 
 
 # ---- rewards that see the source -----------------------------------------------------------------

@@ -52,10 +52,10 @@ from gpu.forward import (
 from gpu.memory import plan
 from gpu.model import compile_decoder, round_weights, sizes, token_forward
 from grpo import GRPO, Offload, generate_with_logprobs
-from rewards import UserError
 from runtime import cpu, ranks
 from runtime.cpu import SharedForward
-from runtime.folder import versions
+from runtime.files import UserError
+from runtime.folder import values_of
 from runtime.settings import RELEASE, parse_settings
 from test_grpo import glm_prompts, reread, text_model, with_adapter
 from train import adamw
@@ -107,8 +107,7 @@ def gigabytes(size):
 def resumed(settings, base):
     """The settings of a run of this base that is resumed."""
     with TemporaryDirectory() as folder:
-        values = settings.portable() | {"script": settings.script, "planned_base": base}
-        values |= {"versions": versions(), "processes": 1, "began_from": None, "command": ""}
+        values = values_of(settings) | {"base": base}
         Path(folder, "settings.json").write_text(json.dumps(values))
         return parse_settings(["--resume", folder])
 
@@ -234,7 +233,7 @@ def test_the_tiny_model_trains_on_the_cpu_beside_any_gpu(quick, card, one_step, 
     assert "device: CPU in float32" in output and "base=" not in output
     # On a CPU "auto" are the weights as they are.
     settings = json.loads(Path("beside/settings.json").read_text())
-    assert (settings["base"], settings["planned_base"]) == ("auto", "bfloat16")
+    assert settings["base"] == "bfloat16"
     assert records("beside/metrics.jsonl") == records(one_step / "metrics.jsonl")
 
 

@@ -55,7 +55,7 @@ def test_a_run_on_a_rounded_base_learns_resumes_and_is_judged_on_the_exact_one(j
     for run, steps in (("whole", 2), ("parts", 1)):
         assert judged(*flags, "--steps", steps, "--out", run) == 0
     assert resume("parts", "--base bfloat16") == 2
-    assert "leave out --base (" in capsys.readouterr().err
+    assert "parts began with base int8 (now bfloat16)" in capsys.readouterr().err
     assert resume("parts", "--steps 2") == 0
     assert adapter_of("parts") == adapter_of("whole")
     assert records("parts/metrics.jsonl") == records("whole/metrics.jsonl")

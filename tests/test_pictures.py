@@ -24,7 +24,7 @@ from conftest import (
 from glm_image.model import GlmImage, encode_prompt
 from gpu.model import sizes
 from grpo import get_per_token_logprobs
-from runtime import checkpoint
+from runtime.folder import load as load_newest
 
 # Square, wide, tall: an exchange of rows and columns shows on the last two.
 SIZES = [(128, 128), (128, 256), (224, 96)]
@@ -173,7 +173,7 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
     differing = "--temperature 5 --top-p 1 --lr 0.05 --group-size 4"
     assert quick(*write_reward(""), differing, "--steps 1 --out run") == 0
     trained = build_run(small()).trainer
-    checkpoint.load(Path("run"), {"adapter": trained})
+    load_newest(Path("run"), {"adapter": trained})
     tokens = codes(2, 40)
     expected = logprobs(pipe, trained.model, PROMPT, tokens)
     for folder in ("run/adapter", "run/checkpoints/000001/adapter"):

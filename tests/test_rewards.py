@@ -32,6 +32,7 @@ from reward_models.clip import Clip
 from reward_models.text import Text, infix_distance, quoted
 from rewards import Reward
 from runtime.data import check_parameters, parse_rewards
+from runtime.files import forget_modules
 from runtime.settings import read_config
 
 NAN = math.nan
@@ -569,7 +570,7 @@ def test_a_file_of_rewards_is_a_module(tmp_path, monkeypatch):
             rewards.UserError, match="is not what Python finds as module '.*': rename"
         ):
             loaded(f"{name}.py:f")
-    rewards.forget_modules()
+    forget_modules()
     assert sys.path == path
     (other,) = loaded("b/my_own.py:Own").values()
     assert other.function() == 8

@@ -187,7 +187,7 @@ def test_a_run_names_what_made_it(quick, one_step, monkeypatch, capsys):
     monkeypatch.setattr("runtime.folder.versions", lambda: made | {"torch": "9"})
     for _ in range(2):
         assert resume("run --steps 1") == 0
-        words = f"warning: run began with torch {made['torch']} (9 now): numbers may differ"
+        words = f"warning: run began with torch {made['torch']} (now 9): numbers may differ"
         assert words in capsys.readouterr().out
     assert json.loads(Path("run/settings.json").read_text())["versions"] == made
 

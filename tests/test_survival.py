@@ -35,7 +35,6 @@ from conftest import (
     steps_of,
     steps_saved,
     tiny_settings,
-    words_of,
     write_reward,
 )
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
@@ -45,8 +44,8 @@ from train_decoder import DecoderSettings
 
 import train
 from glm_image.decoder import DecoderGRPO
-from runtime import checkpoint
-from runtime.folder import MAY_CHANGE
+from runtime.adapters import CONFIG, WEIGHTS, find_adapters
+from runtime.folder import MAY_CHANGE, WHOLE, newest
 
 
 def error_of(capsys):
@@ -146,28 +145,31 @@ def test_a_resumed_run_takes_only_what_may_change(quick, one_step, capsys):
         for each in dataclasses.fields(kind)
     }
     free = "micro_batch_size steps device offload save_every eval_every tracker"
-    assert {*free.split()} == MAY_CHANGE < names
+    assert {*free.split()} == MAY_CHANGE & names
     shutil.copytree(one_step, "run")
-    assert resume("run", "--lr 0.002 --out other") == 2
-    assert "keeps its settings: leave out --lr, --out (free to" in (error := error_of(capsys))
-    assert error.endswith("or start a new run from its adapter: --adapter run")
-    assert resume("run", "--config run/settings.json") == 2
-    assert "leave out --config" in error_of(capsys)
+    assert resume("run", "--lr 0.003 --group-size 4") == 2
+    words = "run began with group_size 2 (now 4), lr 0.002 (now 0.003): resume it with the same, or"
+    assert words in (error := error_of(capsys)) and error.endswith("its adapter: --adapter run")
+    assert resume("run", "--out other") == 2
+    assert "leave out --out" in error_of(capsys)
     assert train.main(["--resume", "run"], train_edits.EditRun) == 2
-    assert error_of(capsys).endswith("run is a run of train.py: python train.py --resume run")
+    words = f"{Path('run/settings.json')} is of a run of train.py: give it to that"
+    assert error_of(capsys).endswith(words)
     assert resume("nothing") == 2
-    assert "cannot resume nothing ([Errno 2] No such file or directory" in error_of(capsys)
-    assert resume("run --micro-batch-size 1 --save-every 1 --steps 2") == 0
+    assert f"cannot read {Path('nothing/settings.json')} ([Errno 2] No such" in error_of(capsys)
+    assert resume("run --micro-batch-size 1 --save-every 1 --steps 2 --lr 0.002") == 0
     assert steps_of("run/metrics.jsonl") == [1, 2]
     capsys.readouterr()
     assert resume("run") == 0  # with these steps
     assert capsys.readouterr().out.splitlines()[-1].startswith("2 steps, ")
     assert resume("run --steps 1") == 0  # it has made more
     settings = json.loads(Path("run/settings.json").read_text())
-    settings.pop("began_from")
-    Path("run/settings.json").write_text(json.dumps(settings))
-    assert resume("run") == 2
-    assert "run is a run of another version (began_from): resume it there" in error_of(capsys)
+    for values, words in (
+        ({"lr": None}, "run began with lr None (now 0.0005): resume"),
+        ({"older": 1}, "(unrecognized arguments: --older=1)"),
+    ):
+        Path("run/settings.json").write_text(json.dumps(settings | values))
+        assert resume("run") == 2 and words in error_of(capsys)
 
 
 def test_a_run_goes_on_anywhere_with_what_it_began_with(quick, tmp_path, monkeypatch):
@@ -199,16 +201,15 @@ def test_a_run_goes_on_anywhere_with_what_it_began_with(quick, tmp_path, monkeyp
 
 
 def test_a_resume_stops_where_a_reward_file_is_another(quick, capsys):
-    """Before it runs. The new file, copied to start/, mends the run; a copy there brings it back."""
+    """The new file, copied to start/, mends the run; a copy there brings it back."""
     code, mine, copy = "f = lambda images: [{}, 1]\n", Path("mine.py"), Path("run/start/mine.py")
     mine.write_text(code.format(0))
     assert quick("--reward mine.py:f --steps 1 --out run") == 0
-    for change in (lambda: mine.write_text("open('ran', 'w')\n"), mine.unlink):
+    ways = f"run began with {copy} ({mine.absolute()} differs: copy one over the other)"
+    edit = lambda: mine.write_text(code.format(9))
+    for change, words in ((edit, ways), (mine.unlink, "the file mine.py does not exist")):
         change()
-        assert resume("run", "--steps 2") == 2
-        ways = f": put that back from {copy}, or copy the new file there to go on with it"
-        assert f"{mine.absolute()} is not the file" in (error := error_of(capsys))
-        assert error.endswith(ways) and not Path("ran").exists()
+        assert resume("run", "--steps 2") == 2 and words in error_of(capsys)
     for number, steps in ((0, 2), (0.5, 3)):
         copy.write_text(code.format(number))
         shutil.copy(copy, mine)
@@ -243,7 +244,7 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(judged, on
     )
     assert trained.keys() == adapter.keys()
     left = {file.name for file in Path("straight/checkpoints/000002/adapter").iterdir()}
-    assert left == {checkpoint.CONFIG, checkpoint.WEIGHTS}  # and no reference
+    assert left == {CONFIG, WEIGHTS}  # and no reference
     assert judged(second, "--steps 1 --eval-every 1 --out stopped") == 0
     shutil.rmtree("downloaded")
     assert resume("stopped", "--steps 2") == 0
@@ -284,7 +285,7 @@ def test_both_halves_of_a_model_are_in_each_checkpoint_and_at_the_end(judged, on
     assert judged(often, "--lr 0.03 --adapter decoder --out both") == 0
     for run in ("decoder", "both"):
         for folder in (run, f"{run}/checkpoints/000001"):
-            assert {*checkpoint.find_adapters(folder)} == {"adapter", "decoder-adapter"}
+            assert {*find_adapters(newest(folder))} == {"adapter", "decoder-adapter"}
         words = "--eval-decode-steps 2 --steps 0 --adapter"
         assert judged(words, run, f"--out {run}-again") == 0
         last = records(f"{run}/evaluation.jsonl")[-1]["reward"]
@@ -302,11 +303,11 @@ def test_both_halves_of_a_model_are_in_each_checkpoint_and_at_the_end(judged, on
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
     shutil.copytree("both", "stopped")
     saved = Path("stopped/checkpoints/000001")
-    (saved / checkpoint.WHOLE).unlink()
-    (saved / "adapter" / checkpoint.CONFIG).unlink()  # as a kill leaves it
+    (saved / WHOLE).unlink()
+    (saved / "adapter" / CONFIG).unlink()  # as a kill leaves it
     assert resume("stopped") == 0
     same_run("both", "stopped")
-    assert (saved / "adapter" / checkpoint.CONFIG).exists()
+    assert (saved / "adapter" / CONFIG).exists()
 
 
 # ---- adapters ------------------------------------------------------------------------------------
@@ -316,7 +317,7 @@ def test_an_adapter_is_found_in_a_run_in_a_checkpoint_and_alone(one_step, tmp_pa
     own, of_decoder = tmp_path / "adapter", tmp_path / "decoder-adapter"
     for folder in (own, of_decoder):
         shutil.copytree(one_step / "adapter", folder)
-    saved, find = one_step / "checkpoints/000001", checkpoint.find_adapters
+    saved, find = one_step / "checkpoints/000001", lambda place: find_adapters(newest(place))
     assert find(one_step) == find(saved) == {"adapter": saved / "adapter"}
     assert find(tmp_path) == {"adapter": own, "decoder-adapter": of_decoder}
     assert find(own) == {"adapter": own} and find(of_decoder) == {"decoder-adapter": of_decoder}
@@ -338,7 +339,7 @@ def test_an_adapters_dropout_does_not_act(one_step, tmp_path, monkeypatch):
 def test_an_adapter_of_another_model_is_refused(one_step, tmp_path):
     """PEFT would leave out what has another name."""
     folder = shutil.copytree(one_step / "adapter", tmp_path / "adapter")
-    file, given = folder / checkpoint.WEIGHTS, tiny_settings("--adapter", tmp_path)
+    file, given = folder / WEIGHTS, tiny_settings("--adapter", tmp_path)
     save_file(load_file(file) | {"own": torch.ones(2)}, file)
     error = error_from(build_run, given)
     assert error.startswith(f"cannot use the adapter {folder} ({file} is of another model: own is")
@@ -358,7 +359,7 @@ def test_an_adapter_that_is_not_plain_lora_is_refused(one_step, tmp_path, change
     """PEFT would load a part of it, or change the model's own weights."""
     config = shutil.copytree(one_step / "adapter", tmp_path / "own") / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    assert "(it is not plain LoRA" in error_from(checkpoint.find_adapters, config.parent)
+    assert "(it is not plain LoRA" in error_from(find_adapters, config.parent)
 
 
 def test_the_adapter_may_go_while_the_models_load(quick, one_step, monkeypatch):
@@ -444,18 +445,14 @@ def test_out_of_gpu_memory_says_what_helps(quick, capsys, monkeypatch):
 
 
 def test_a_folder_without_a_record_is_taken_again_and_no_other(quick, start, capsys):
-    """Of a run that was killed as its models loaded, named or the next of runs/; a folder that was
-    there before stays, and so does what others put in it."""
-    for out in ("--out run", ""):
-        killed = start(*QUICK, *words_of([out]), prepare=kill_as_models_load)
-        killed.join()
-        assert killed.exitcode == -signal.SIGKILL
-    assert "settings.json" in os.listdir("run") and "settings.json" in os.listdir("runs/1")
-    for out in ("--out run", ""):
-        assert quick("--lr 3e-3 --steps 1", out) == 0
-    for run in ("run", "runs/1"):
-        assert json.loads(Path(run, "settings.json").read_text())["lr"] == 3e-3
-        assert steps_saved(run) == ["000001"]
+    """Of a run that was killed as its models loaded; a folder that was there before stays, and so
+    does what others put in it."""
+    killed = start(*QUICK, "--out", "run", prepare=kill_as_models_load)
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL and "settings.json" in os.listdir("run")
+    assert quick("--lr 3e-3 --steps 1 --out run") == 0
+    assert json.loads(Path("run/settings.json").read_text())["lr"] == 3e-3
+    assert steps_saved("run") == ["000001"]
     assert quick("--steps 1 --out run") == 2
     assert "run is not empty: choose another --out, or continue its run" in error_of(capsys)
     Path("mine/start").mkdir(parents=True)
@@ -500,6 +497,8 @@ def test_a_power_cut_leaves_a_checkpoint_whole(quick, monkeypatch):
         raise OSError(errno.EINVAL, "refused")
 
     def touched(file):
+        if file.name != WHOLE:
+            return touch(file)
         files = {*file.parent.rglob("*.*"), *file.parents[2].glob("*.jsonl")}
         assert len(files) == 6 and {x.resolve() for x in files} <= {*done}
         assert len([*file.parents[1].rglob("*.pt")]) == int(file.parent.name)
@@ -509,7 +508,7 @@ def test_a_power_cut_leaves_a_checkpoint_whole(quick, monkeypatch):
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "touch", touched)
     assert quick(*write_reward(""), "--steps 2 --out run") == 0
-    assert steps_saved("run") == ["000002"] and done[0].name == checkpoint.WHOLE
+    assert steps_saved("run") == ["000002"] and done[0].name == WHOLE
 
 
 def test_a_run_needs_no_screen(quick, monkeypatch):
@@ -533,20 +532,18 @@ class Bomb:
         return open, ("ran", "w")
 
 
-@pytest.mark.parametrize("name", ["settings.json", "metrics.jsonl"])
-def test_a_kill_as_a_resumed_run_writes_a_file_leaves_what_was_there(quick, one_step, name):
-    shutil.copytree(one_step, "run")
-    before, write = Path("run", name).read_text(), Path.write_text
+def test_a_kill_as_a_resumed_run_writes_its_settings_leaves_what_was_there(quick, one_step):
+    file = Path(shutil.copytree(one_step, "run"), "settings.json")
+    before, write = file.read_text(), Path.write_text
 
     def killed(path, text, encoding):
-        write(path, text if name not in path.name else "", encoding)
-        if name in path.name:
-            raise KeyboardInterrupt
+        write(path, "", encoding)
+        raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "write_text", killed)
         assert resume("run", "--steps 2") == 130
-    assert Path("run", name).read_text() == before
+    assert file.read_text() == before
 
 
 # ---- signals -------------------------------------------------------------------------------------
@@ -587,9 +584,7 @@ def test_ctrl_c_in_an_update_leaves_no_half_step(judged, monkeypatch):
     words = "--train decoder --decode-steps 2 --decoder-lr 0.1 --warmup-steps 0 --out run"
     assert judged(*write_reward(""), words, "--steps 3") == 130 and steps[0] > 0
     folder, saved = Path("run/decoder-adapter"), Path("run/checkpoints/000001/decoder-adapter")
-    one, other = (
-        load_file(file) for file in (folder / LORA_WEIGHT_NAME_SAFE, saved / checkpoint.WEIGHTS)
-    )
+    one, other = (load_file(file) for file in (folder / LORA_WEIGHT_NAME_SAFE, saved / WEIGHTS))
     assert len(one) == len(other)
     for name, x in other.items():
         assert torch.equal(one[name.removeprefix("base_model.model.")], x)

@@ -11,11 +11,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from filelock import FileLock
 from PIL import Image, ImageFont
 
 import viewer
-from runtime.folder import LOCK
 from runtime.record import Record, as_lines
 from viewer.page import axis, draw_curves, draw_page, error_of, panel
 from viewer.sheets import draw_grid, font_for
@@ -110,7 +108,7 @@ def made(tmp_path):
     metrics = [{"step": step, **mean} for step in (1, 2)]
     settings = {"steps": 2, "reward": "f", "lr": 1e-4, "versions": {"torch": "2"}}
     settings |= {"model": "models/tiny", "prompts": "p.txt", "eval_prompts": "q.txt"}
-    settings |= {"eval_reward": "kind", "began_from": None, "command": "python train.py --lr 1e-4"}
+    settings |= {"eval_reward": "kind", "adapter": None, "script": "train.py"}
     (out / "settings.json").write_text(json.dumps(settings))
     for name, records in (("metrics", metrics), ("groups", groups), ("evaluation", evaluations)):
         (out / f"{name}.jsonl").write_text(as_lines(records))
@@ -173,7 +171,7 @@ def test_a_page_shows_the_run_and_names_files_that_are_there(made, monkeypatch, 
         "tiny, trained by GRPO: f",
         "its mean score “kind” was 0.800 (before), then 0.200 (after 2 steps)",
         "The run is complete: 2 of 2 steps.",
-        "python train.py --lr 1e-4",
+        "python train.py --config settings.json",
         "torch 2",
         "2 held-out prompts x 2 pictures: mean",
         "before after 2 steps",
@@ -218,9 +216,7 @@ def test_a_page_of_a_run_that_resumes_and_of_one_that_made_more_steps_than_it_is
     metrics = (made / "metrics.jsonl").read_text().splitlines(keepends=True)
     (made / "metrics.jsonl").write_text(metrics[0])
     run = viewer.read(made)
-    assert [*run.groups] == [1] and "was ended after 1 of 2 steps" in draw_page(run)
-    with FileLock(made / LOCK):
-        assert "goes on: 1 of 2 steps" in draw_page(viewer.read(made))
+    assert [*run.groups] == [1] and "1 of 2 steps when this page was drawn" in draw_page(run)
     (made / "metrics.jsonl").write_text("".join(metrics))
     settings = (made / "settings.json").read_text().replace('"steps": 2', '"steps": 1')
     (made / "settings.json").write_text(settings)

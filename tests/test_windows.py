@@ -5,36 +5,25 @@ import io
 import json
 import re
 import sys
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from test_docs import SOURCES
 
-from runtime import model_card, settings
-from runtime.settings import portable
-
-
-def test_settings_name_files_of_the_project_by_either_separator(monkeypatch):
-    monkeypatch.setattr(settings, "ROOT", PureWindowsPath(r"C:\new\p"))
-    for name, expected in (
-        (r"C:\new\p/prompts/train.txt", "prompts/train.txt"),
-        (r"ssim:1,C:\new\p\my.py:f:0.5,C:\new\p/my.py:g", "ssim:1,my.py:f:0.5,my.py:g"),
-        (r"C:\new\p2\train.txt", r"C:\new\p2\train.txt"),
-    ):
-        assert portable(name) == expected
+from runtime import model_card
 
 
 def test_a_card_loads_a_model_in_a_folder_of_windows(one_step):
     values = json.loads((one_step / "settings.json").read_text())
-    values |= {"model": r"C:\Users\new", "settings": ""}
+    settings = SimpleNamespace(**values | {"model": r"C:\Users\new"})
     evaluated = [json.loads(line) for line in (one_step / "evaluation.jsonl").open()]
     records = {"groups": [{"prompt": "x"}], "evaluation": evaluated}
-    run = SimpleNamespace(records=records, trainers=["adapter"], saved=1)
-    text = model_card.page("adapter", values, run, ["adapter"])
+    run = SimpleNamespace(records=records, trainers=["adapter"], saved=1, settings=settings)
+    text = model_card.card("adapter", run, ["adapter"])
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     names = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
-    assert values["model"] in names
+    assert settings.model in names
 
 
 @pytest.mark.parametrize("codes", ["cp1252", "cp936"])

@@ -10,10 +10,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from PIL import Image
 
-from runtime.folder import LOCK
 from runtime.record import RECORDS, read_jsonl
 from runtime.words import format_number, sides
 from viewer.page import draw_page
@@ -29,7 +27,6 @@ class RunFiles:
     metrics: list  # of each step, {name: number or None}
     groups: dict  # {step: of each prompt its rewards, advantages and pictures}
     evaluations: list
-    is_running: bool
 
     def before_after(self):
         """The prompts that evaluations show: [(prompt, its type, [its pictures of each side])].
@@ -64,18 +61,7 @@ def read(out):
     for group in groups:
         if group["step"] in of_steps:  # a run that resumes has rewritten the metrics first
             of_steps[group["step"]].append(group)
-    return RunFiles(out, settings, metrics, of_steps, evaluations, is_running(out))
-
-
-def is_running(out):
-    """Whether a process is at work in the folder of a run."""
-    if not (out / LOCK).exists():
-        return False
-    try:
-        with FileLock(out / LOCK, timeout=0):
-            return False
-    except Timeout:
-        return True
+    return RunFiles(out, settings, metrics, of_steps, evaluations)
 
 
 def show(out):

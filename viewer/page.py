@@ -68,26 +68,24 @@ def summary(run):
 
 
 def state(run):
-    """Whether the run is complete, goes on, or was ended."""
+    """Whether the run is complete, or how far it was."""
     made = f"{len(run.metrics)} of {counted(run.settings['steps'], 'step')}"
     if len(run.metrics) == run.settings["steps"]:
         return f"The run is complete: {made}."
-    if run.is_running:
-        now = f"{datetime.now():%Y-%m-%d %H:%M}"
-        return f"The run goes on: {made} when this page was drawn, {now}."
-    return f"The run was ended after {made}: --resume with its folder continues it."
+    now = f"{datetime.now():%Y-%m-%d %H:%M}"
+    return f"{made} when this page was drawn, {now}. If it has ended, --resume continues it."
 
 
 def facts(run):
-    """What was trained on what, and what repeats it: pairs of words."""
+    """What was trained on what: pairs of words."""
     settings = run.settings
     yield "Model", settings["model"]
-    if settings["began_from"]:
-        yield "Begun from", settings["began_from"]
+    if settings["adapter"]:
+        yield "Begun from", settings["adapter"]
     yield "Prompts", f"{settings['prompts']}; held out: {settings['eval_prompts']}"
     yield "Reward", settings["reward"]
     yield "Judged by", settings["eval_reward"]
-    yield "Command", settings["command"]
+    yield "A run like it", f"python {settings['script']} --config settings.json"
     yield "Versions", ", ".join(f"{name} {of}" for name, of in settings["versions"].items())
 
 
