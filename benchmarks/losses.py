@@ -92,21 +92,20 @@ def weighted(groups, rewards):
 
 ADVANTAGES = "return (centred / (std + eps)).nan_to_num(0).flatten().float()"
 CLAMP = "ratio.clamp(1 - clip_range, 1 + clip_range)"
-TOKEN_MEAN = [
-    ("loss_share = share", "loss_share = mask / mask.sum().clamp(min=1)"),
-    (
-        "return len(rows)",
-        "return len(rows) if group.mask is None else group.mask[rows].sum().item()",
-    ),
-]
+NO_STD = (" / (std + eps)", "")
+TOKENS = "len(rows) if group.mask is None else group.mask[rows].sum().item()"
+EACH_TOKEN = ("loss_share = share", "loss_share = mask / mask.sum().clamp(min=1)")
+TOKEN_MEAN = [EACH_TOKEN, ("return len(rows)", f"return {TOKENS}")]
+# The sum over a sample's tokens, by the longest sample: where all have one length it is the mean.
+TOKEN_SUM = ("loss_share = share", "loss_share = mask / mask.shape[1] / len(mask)")
 # {loss: [(code that stands once in grpo.py or train.py, code in its place)]}
 EDITS = {
-    "Dr. GRPO": [
-        (" / (std + eps)", ""),
-        ("loss_share = share", "loss_share = mask / mask.shape[1] / len(mask)"),
-    ],
+    "Dr. GRPO": [NO_STD, TOKEN_SUM],
     "DAPO's token mean": TOKEN_MEAN,
-    "DAPO's two clip ranges": [(CLAMP, "ratio.clamp(1 - clip_range, 1 + 1.4 * clip_range)")],
+    "DAPO's two clip ranges": [
+        (CLAMP, "ratio.clamp(1 - clip_range, 1 + 1.4 * clip_range)"),
+        *TOKEN_MEAN,
+    ],
     "DAPO's dynamic sampling": [
         (
             "for i in prompt_indices(step, settings, len(data.prompts))]",
@@ -139,25 +138,28 @@ EDITS = {
         *TOKEN_MEAN,
     ],
     "GPG": [
-        (" / (std + eps)", ""),
+        NO_STD,
         ("torch.min(unclipped, clipped)", "advantages * masked(new_logprobs)"),
-        ("return len(rows)", "return len(rows) * bool(group.advantages.any())"),
+        EACH_TOKEN,
+        ("return len(rows)", f"return bool(group.advantages.any()) * ({TOKENS})"),
     ],
-    "RLOO": [("centred / (std + eps)", "centred * group_size / (group_size - 1)")],
+    "RLOO": [("centred / (std + eps)", "centred * group_size / (group_size - 1)"), TOKEN_SUM],
     "REINFORCE++": [(".view(-1, group_size)  # (N, G)", ".view(1, -1)")],
     "REINFORCE++-baseline": [
-        ("centred / (std + eps)", "centred / (centred[~centred.isnan()].std() + eps)")
+        ("centred / (std + eps)", "centred / (centred[~centred.isnan()].std() + eps)"),
+        *TOKEN_MEAN,
     ],
     "RAFT": [
         (
             ADVANTAGES,
-            "return (group_size * ~centred.isnan() * torch.nn.functional.one_hot("
-            + "centred.nan_to_num(-torch.inf).argmax(1), group_size)).flatten().float()",
+            "return (group_size * (torch.as_tensor(rewards).view_as(centred) > 0) * "
+            + "torch.nn.functional.one_hot(centred.nan_to_num(-torch.inf).argmax(1), group_size)"
+            + ").flatten().float()",
         )
     ],
-    "REINFORCE": [(ADVANTAGES, "return torch.as_tensor(rewards).nan_to_num(0).float()")],
-    "REINFORCE with a constant": [
-        (ADVANTAGES, "return (torch.as_tensor(rewards) - 1).nan_to_num(0).float()")
+    "REINFORCE": [
+        (ADVANTAGES, "return torch.as_tensor(rewards).nan_to_num(0).float()"),
+        TOKEN_SUM,
     ],
     "No baseline": [
         (
