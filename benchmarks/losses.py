@@ -15,11 +15,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from grpo import set_advantages
 from rewards import combine, weights_of
 from train import paint_and_score
-
-# ---- functions -----------------------------------------------------------------------------------
 
 
 def filled(run, settings, rewards, prompts, groups, seed):
@@ -53,39 +50,6 @@ def filled(run, settings, rewards, prompts, groups, seed):
     _, prompts, groups, images, raw_rewards = zip(*found[:number])
     together = {name: torch.cat([each[name] for each in raw_rewards]) for name in rewards}
     return [*prompts], [*groups], [image for each in images for image in each], together
-
-
-def answered(run, prompts, groups):
-    """In place of samples the codes of a correct picture; returns a reward of 1 for each.
-
-    They are known of the tiny model's captions.
-    """
-    import make  # of tiny-glm-image
-    import world
-
-    for group, prompt in zip(groups, prompts):
-        codes = make.codes_of([world.MEANING[prompt.text].scene()])  # (1, T)
-        group.tokens = codes.expand(len(group.tokens), -1)
-        group.nucleus = None
-        with torch.no_grad():
-            rows = torch.arange(len(group.tokens))
-            group.old_logprobs = run.trainer.logprobs(group, rows)
-    return torch.ones(sum(len(group.tokens) for group in groups))
-
-
-def weighted(groups, rewards):
-    """In place of set_advantages: codes equal in samples of opposite sign get less.
-
-    STAGE compares the codes' vectors.
-    """
-    set_advantages(groups, rewards)
-    for group in groups:
-        advantages = group.advantages  # (G,)
-        opposite = (advantages[:, None] * advantages < 0).float()  # (G, G)
-        differs = (group.tokens[:, None] != group.tokens).float()  # (G, G, T)
-        number = opposite.sum(1, keepdim=True).clamp(min=1)
-        weights = (opposite[..., None] * differs).sum(1) / number  # (G, T)
-        group.advantages = advantages[:, None] * weights
 
 
 # ---- edits ---------------------------------------------------------------------------------------
@@ -178,26 +142,8 @@ EDITS = {
             ".nan_to_num(0).gather(1, torch.rand(centred.shape).argsort(1)).flatten().float()",
         )
     ],
-    "Given answers": [
-        (
-            "reward = combine(raw_rewards, weights_of(rewards), group_size, settings.combine)",
-            "reward = answered(run, prompts, groups)",
-        ),
-        (ADVANTAGES, "return torch.as_tensor(rewards).float()"),
-    ],
-    "STAGE's weights": [
-        ("set_advantages(groups, reward)", "weighted(groups, reward)"),
-        (
-            "[group.advantages for group in groups]",
-            "[group.advantages.mean(-1) for group in groups]",
-        ),
-    ],
 }
-FUNCTIONS = {  # go along
-    "DAPO's dynamic sampling": filled,
-    "Given answers": answered,
-    "STAGE's weights": weighted,
-}
+FUNCTIONS = {"DAPO's dynamic sampling": filled}  # goes along
 
 
 def edited(loss=None):
