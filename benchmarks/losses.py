@@ -54,7 +54,7 @@ def filled(run, settings, rewards, prompts, groups, seed):
 
 # ---- edits ---------------------------------------------------------------------------------------
 
-ADVANTAGES = "return (centred / (std + eps)).nan_to_num(0).flatten().float()"
+ADVANTAGES = "(centred / (std + eps)).nan_to_num(0).flatten().float()"
 CLAMP = "ratio.clamp(1 - clip_range, 1 + clip_range)"
 NO_STD = (" / (std + eps)", "")
 TOKENS = "len(rows) if group.mask is None else group.mask[rows].sum().item()"
@@ -116,13 +116,13 @@ EDITS = {
     "RAFT": [
         (
             ADVANTAGES,
-            "return (group_size * (torch.as_tensor(rewards).view_as(centred) > 0) * "
+            "(group_size * (torch.as_tensor(rewards).view_as(centred) > 0) * "
             + "torch.nn.functional.one_hot(centred.nan_to_num(-torch.inf).argmax(1), group_size)"
             + ").flatten().float()",
         )
     ],
     "REINFORCE": [
-        (ADVANTAGES, "return torch.as_tensor(rewards).nan_to_num(0).float()"),
+        (ADVANTAGES, "torch.as_tensor(rewards).nan_to_num(0).float()"),
         TOKEN_SUM,
     ],
     "No baseline": [

@@ -34,15 +34,15 @@ STEPS = {
     "1 4": ", 4 passes",
 }
 # docs/copying.md says what each changes.
-ROWS = ["GRPO", "REINFORCE", "No baseline", "Dr. GRPO", "RAFT", "REINFORCE++"]
+ROWS = ["GRPO", "Rewards shuffled", "REINFORCE", "No baseline", "Dr. GRPO", "RAFT", "REINFORCE++"]
 ROWS += ["REINFORCE++-baseline", "DAPO's token mean", "DAPO's dynamic sampling", "GPG"]
-ROWS += ["Rewards shuffled", "GRPO, 4 mini-batches", "GRPO, 4 passes", "GRPO, 4 passes, no clip"]
+ROWS += ["GRPO, 4 mini-batches", "GRPO, 4 passes", "GRPO, 4 passes, no clip"]
 ROWS += [f"{x}, 4 mini-batches" for x in ("DAPO's two clip ranges", "GSPO", "CISPO")]
 
 
 def read(name):
-    with open(ROOT / "benchmarks" / f"{name}.csv", newline="", encoding="utf-8") as file:
-        return [*csv.DictReader(file)]
+    file = ROOT / "benchmarks" / f"{name}.csv"
+    return [*csv.DictReader(file.read_text("utf-8").splitlines())]
 
 
 def read_runs(column="correct"):
@@ -51,8 +51,8 @@ def read_runs(column="correct"):
     rows = [("pictures", row["flags"], row) for row in read("variants") if row["loss"]]
     rows += [("texts", f"{row['mini_batches']} {row['iterations']}", row) for row in read("texts")]
     for task, steps, row in rows:
-        rates = found[task, row["loss"] + STEPS[steps]]
-        rates[float(row["lr"])][int(row["seed"])] = float(row.get(column) or "nan")
+        of_rate = found[task, row["loss"] + STEPS[steps]][float(row["lr"])]
+        of_rate[int(row["seed"])] = float(row.get(column) or "nan")
     return found
 
 
@@ -77,7 +77,7 @@ def judge(runs, values):
 @cache
 def quantile(p, freedom):
     """Of Student's t. At t = sqrt(freedom) tan(x) its density over x is as cos(x)^(freedom - 1)."""
-    x = np.linspace(-np.pi / 2, np.pi / 2, 100_001)
+    x = np.pi * np.linspace(-0.5, 0.5, 100_001)
     below = np.cumsum(np.cos(x) ** (freedom - 1))
     return freedom**0.5 * np.tan(np.interp(p, below / below[-1], x))
 
@@ -107,8 +107,8 @@ def compare(values):
 
 def markdown(titles, lines):
     """A table of cells that are texts."""
-    titles = titles.split(", ")
-    return "\n".join(f"| {' | '.join(x)} |" for x in (titles, ["---"] * len(titles), *lines))
+    lines = [titles.split(", "), ["---"] * len(lines[0]), *lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def table_of_losses(runs):
@@ -123,7 +123,7 @@ def table_of_losses(runs):
             cells.append(f"**{text}**" if abs(difference) > half else text)
             cells.append(f"{clipped[key].mean():.2%}" if key in clipped and ", 4" in row else "")
         lines.append([row, *cells])
-    return markdown("Loss, pictures, difference, clipped, texts, difference, clipped", lines)
+    return markdown("Loss, pictures, difference, clip, texts, difference, clip", lines)
 
 
 def table_of_rates(runs):
@@ -159,30 +159,33 @@ def tables(runs):
 
 def draw(runs, differences):
     """Above the differences with their intervals, below each seed over the learning rate."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     losses = [*dict.fromkeys(row.split(",")[0] for row in ROWS)]
     figure = Figure((10, 14), layout="constrained")
-    rows = [row for row in reversed(ROWS) if row != "Rewards shuffled"]  # too far off
+    shown = ROWS[:1:-1]  # without shuffled rewards, which end too far off
     for (first, *others), task in zip(figure.subplots(3, 2).T, TASKS):
-        points = [differences.get((task, row), (np.nan, np.nan)) for row in rows]
-        x, halves = 100 * np.array(points).T
-        first.errorbar(x, range(len(rows)), xerr=halves, fmt="ok", capsize=3)
-        first.set_yticks(range(len(rows)), rows if task == TASKS[0] else [])
-        first.axvline(0, color="k", lw=1)
+        x, halves = 100 * np.array([differences.get((task, x), [np.nan] * 2) for x in shown]).T
+        first.errorbar(x, range(len(shown)), xerr=halves, fmt="ok")
+        first.set_yticks(range(len(shown)), shown if task == TASKS[0] else [])
+        first.axvline(0)
         first.set_title(f"{task}: points from the reference")
         for several, axis in enumerate(others):
-            for row in (row for row in ROWS if (", 4" in row) == several):
-                if len(own := means(runs[task, row])) > 1:
-                    color = {"color": f"C{losses.index(row.split(',')[0])}"}
-                    axis.plot([*own], [*own.values()], "-:"["passes" in row], label=row, **color)
+            rows = [row for row in ROWS if (", 4" in row) == several]
+            for row in rows:
+                own, i = means(runs[task, row]), losses.index(row.split(",")[0])
+                if len(own) > 1:
+                    color = colormaps["tab20"](2 * i % 20 + i // 10)
+                    line = ["-", "--", ":"][("passes" in row) + ("no clip" in row)]
+                    axis.plot([*own], [*own.values()], line, label=row, color=color)
                     dots = [(rate, y) for rate in own for y in runs[task, row][rate].values()]
-                    axis.plot(*zip(*dots), ".", ms=4, **color)
-            axis.set_xscale("log", base=2)
-            axis.xaxis.set_major_formatter("{x:.1g}")
-            axis.yaxis.set_major_formatter("{x:.0%}")
-            axis.legend(frameon=False, fontsize=7)
-            axis.set_title(f"{task}: {1 + 3 * several} optimiser steps per batch")
+                    axis.plot(*zip(*dots), ".", color=color)
+            axis.set_xscale("log", subs=[])
+            rates = {rate for row in rows for rate in means(runs[task, row])}
+            axis.set_xticks([*rates], rates)
+            axis.legend(fontsize=7)
+            axis.set_title(f"{task}, optimiser steps per batch: {1 + 3 * several}")
     figure.savefig(ROOT / "assets" / "losses.png")
 
 

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +34,8 @@ def module(loss):
     compute = grpo.compute_grpo_loss
 
     def padded(new, old, advantages, ref, mask, *settings):
-        new, old, mask = (F.pad(x, (0, LENGTH - x.shape[1])) for x in (new, old, mask))
+        missing = 0, LENGTH - mask.shape[1]
+        new, old, mask = (torch.nn.functional.pad(x, missing) for x in (new, old, mask))
         return compute(new, old, advantages, ref, mask, *settings)
 
     grpo.compute_grpo_loss = padded
@@ -49,7 +49,6 @@ def train(tokenizer, base, loss, lr, seed, answers, **settings):
     grpo, clipped = module(loss), []
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
-    settings |= {"micro_batch_size": GROUP_SIZE, "end_ids": tokenizer.encode("\n")}
 
     class Trainer(grpo.GRPO):
         def logprobs(self, group, rows):
@@ -61,7 +60,8 @@ def train(tokenizer, base, loss, lr, seed, answers, **settings):
             logits = self.model(input_ids=ids[:, :-1], past_key_values=cache).logits
             return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
 
-    trainer = Trainer(model, optimizer, grpo.GRPOSettings(**settings))
+    own = grpo.GRPOSettings(micro_batch_size=GROUP_SIZE, end_ids=tokenizer.encode("\n"), **settings)
+    trainer = Trainer(model, optimizer, own)
 
     def sample(numbers, count, size, seed):
         lists = [" ".join(numbers.choices(WORDS, k=numbers.randint(2, 8))) for _ in range(count)]

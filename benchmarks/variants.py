@@ -32,7 +32,7 @@ OUT = ROOT / "runs" / "variants"
 STARTS = {"hard": OUT / "hard-start", "shipped": ROOT / "tiny-glm-image"}
 # Its own settings, since train.py's may change; flags of a row come after them.
 TRAINED = "--steps 20 --warmup-steps 20 --eval-count 1 --eval-every 0"
-JUDGED = "--steps 0 --eval-count 48 --group-size 16 --prompts-per-step 4"
+JUDGED = "--eval-count 48 --group-size 16 --prompts-per-step 4"
 JUDGED += " --eval-reward correct,many --eval-prompts captions.txt"
 
 
@@ -58,7 +58,7 @@ def train(start, loss, flags, lr, seed):
 
     call = f"{TRAINED} {flags} --lr {lr} --seed {seed}"
     metrics, _ = run("run", *call.split())
-    _, (judged,) = run("judged", "--adapter", "run", *JUDGED.split())
+    _, (judged,) = run("judged", "--steps", "0", "--adapter", "run", *JUDGED.split())
     shutil.rmtree(out)
     # A step without a group to learn from has none.
     clipped = np.nanmean([np.float64(each["clip_fraction"]) for each in metrics])

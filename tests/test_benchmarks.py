@@ -35,7 +35,7 @@ def test_a_row_is_the_run_that_its_flags_name(monkeypatch, tmp_path, capsys):
     own = "--steps 20 --warmup-steps 20 --eval-count 1 --eval-every 0"
     end = "--kl-coef 0 --steps 11 --lr 0.001 --seed 3 --out run"
     assert calls[0].endswith(f" {own} {end}")
-    assert calls[1].endswith(f"--adapter run {variants.JUDGED} --out judged")
+    assert calls[1].endswith(f"--steps 0 --adapter run {variants.JUDGED} --out judged")
     row = "shipped,Dr. GRPO,--kl-coef 0 --steps 11,0.001,3,0.50000,0.25000,0.20000"
     assert capsys.readouterr().out.strip() == row
 
@@ -131,6 +131,7 @@ def test_the_tables_are_of_the_files(monkeypatch, capsys):
             correct = share + 0.01 * (seed - 12) * (seed >= 10)
             rows.append(row | {"correct": correct, "loss": loss, "flags": flags, "seed": seed})
     monkeypatch.setattr(tables, "read", lambda name: rows if name == "variants" else [])
+    monkeypatch.setattr(tables, "table_of_kl", str)
     monkeypatch.setattr(tables, "table_of_splits", str)
     tables.main()
     lines = capsys.readouterr().out.splitlines()
@@ -147,8 +148,9 @@ def test_the_chart_is_drawn_of_what_is_there(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "assets").mkdir()
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    own = dict.fromkeys((0, 1, 2), 0.5)
-    tables.draw(tables.defaultdict(dict, {("texts", "GRPO"): {1e-3: own, 2e-3: own}}), {})
+    own = {rate: dict.fromkeys((0, 1, 2), 0.5) for rate in (1e-3, 2e-3)}
+    rows = [(task, row) for task in tables.TASKS for row in ("GRPO", "GRPO, 4 passes")]
+    tables.draw(tables.defaultdict(dict, dict.fromkeys(rows, own)), {("texts", "GPG"): (0, 0.1)})
     assert (tmp_path / "assets" / "losses.png").stat().st_size > 10_000
 
 
