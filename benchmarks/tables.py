@@ -1,9 +1,6 @@
-"""The tables of losses in docs/, and the chart of docs/worth.md, from variants.csv and texts.csv.
+"""The tables of losses in docs/, from variants.csv and texts.csv."""
 
-python benchmarks/tables.py          prints the tables
-python benchmarks/tables.py --draw   and draws the chart, with matplotlib
-"""
-
+import argparse
 import csv
 import sys
 from collections import defaultdict
@@ -16,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TASKS = "pictures", "texts"
 # Fixed before the runs: these seeds choose a row's rate, the others judge the row at that rate.
 CHOOSING, JUDGING = range(3), range(10, 15)
-KL = "0", "0.2", "1"
 # The flags of variants.csv and the settings of texts.csv, as the tables name them.
 STEPS = {
     "--kl-coef 0": "",
@@ -28,7 +24,9 @@ STEPS = {
     "--kl-coef 0 --prompts-per-step 32 --group-size 2": ", 32 x 2",
     "--kl-coef 0 --prompts-per-step 8 --group-size 8": ", 8 x 8",
     "--kl-coef 0 --prompts-per-step 4 --group-size 16": ", 4 x 16",
-    **{f"--reward many --warmup-steps 0 --steps 12 --kl-coef {x}": f", gamed, KL {x}" for x in KL},
+    "--reward many --warmup-steps 0 --steps 12 --kl-coef 0": ", gamed, KL 0",
+    "--reward many --warmup-steps 0 --steps 12 --kl-coef 0.2": ", gamed, KL 0.2",
+    "--reward many --warmup-steps 0 --steps 12 --kl-coef 1": ", gamed, KL 1",
     "1 1": "",
     "4 1": ", 4 mini-batches",
     "1 4": ", 4 passes",
@@ -152,11 +150,6 @@ def table_of_splits(runs):
     return markdown("rate, 32 x 2, 16 x 4, 8 x 8, 4 x 16", lines)
 
 
-def tables(runs):
-    """All that docs/ shows."""
-    return table_of_losses(runs), table_of_kl(runs), table_of_splits(runs)
-
-
 def draw(runs, differences):
     """Above the differences with their intervals, below each seed over the learning rate."""
     from matplotlib import colormaps
@@ -190,9 +183,12 @@ def draw(runs, differences):
 
 
 def main(*arguments):
-    runs = read_runs()
-    print(*tables(runs), table_of_rates(runs), sep="\n\n")
-    if "--draw" in arguments:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draw", action="store_true", help="docs/worth.md's chart")
+    options, runs = parser.parse_args(arguments), read_runs()
+    for table in table_of_losses, table_of_rates, table_of_kl, table_of_splits:
+        print(table(runs), end="\n\n")
+    if options.draw:
         draw(runs, compare(judge(runs, runs)))
 
 

@@ -60,8 +60,9 @@ def train(tokenizer, base, loss, lr, seed, answers, **settings):
             logits = self.model(input_ids=ids[:, :-1], past_key_values=cache).logits
             return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
 
-    own = grpo.GRPOSettings(micro_batch_size=GROUP_SIZE, end_ids=tokenizer.encode("\n"), **settings)
-    trainer = Trainer(model, optimizer, own)
+    ends = tokenizer.encode("\n")
+    settings = grpo.GRPOSettings(micro_batch_size=GROUP_SIZE, end_ids=ends, **settings)
+    trainer = Trainer(model, optimizer, settings)
 
     def sample(numbers, count, size, seed):
         lists = [" ".join(numbers.choices(WORDS, k=numbers.randint(2, 8))) for _ in range(count)]
@@ -72,9 +73,8 @@ def train(tokenizer, base, loss, lr, seed, answers, **settings):
         return groups, torch.tensor(rewards).float()
 
     numbers = random.Random(seed)
-    for step in range(STEPS):
-        first = 1000 * seed + PROMPTS_PER_STEP * step
-        groups, rewards = sample(numbers, PROMPTS_PER_STEP, GROUP_SIZE, first)
+    for first in range(0, STEPS * PROMPTS_PER_STEP, PROMPTS_PER_STEP):
+        groups, rewards = sample(numbers, PROMPTS_PER_STEP, GROUP_SIZE, 1000 * seed + first)
         grpo.set_advantages(groups, rewards)
         clipped.append(trainer.update(groups)["clip_fraction"])
     _, rewards = sample(random.Random(2**20), 40, answers, 2**20)  # other lists

@@ -92,8 +92,7 @@ def main(*arguments):
     parser.add_argument("--seed", type=int, default=0)
     options, flags = parser.parse_known_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
-    row = train(options.start, options.loss, " ".join(flags), options.lr, options.seed)
-    print(*row, sep=",")
+    print(*train(**vars(options), flags=" ".join(flags)), sep=",")
 
 
 if __name__ == "__main__":
