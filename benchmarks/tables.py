@@ -115,13 +115,13 @@ def table_of_losses(runs):
     for row in ROWS:
         cells = []
         for key in ((task, row) for task in TASKS):
-            cells.append(f"{values[key].mean():.1%}" if key in values else "")
+            share = [f"{100 * x[key].mean():.3g}%" for x in (values, clipped) if key in x]
+            cells.append(", clip ".join(share[: 1 + (", 4" in row)]))
             difference, half = differences.get(key, (0, 0))
-            text = f"{100 * difference:+.1f} ± {100 * half:.1f}" if half else ""
-            cells.append(f"**{text}**" if abs(difference) > half else text)
-            cells.append(f"{clipped[key].mean():.2%}" if key in clipped and ", 4" in row else "")
+            bold = "**" if abs(difference) > half else ""
+            cells.append(f"{bold}{100 * difference:+.1f}±{100 * half:.1f}{bold}" if half else "")
         lines.append([row, *cells])
-    return markdown("Loss, pictures, difference, clip, texts, difference, clip", lines)
+    return markdown("Loss, pictures, difference, texts, difference", lines)
 
 
 def table_of_rates(runs):
@@ -179,7 +179,7 @@ def draw(runs, differences):
             axis.set_xticks([*rates], rates)
             axis.legend(fontsize=7)
             axis.set_title(f"{task}, optimiser steps per batch: {1 + 3 * several}")
-    figure.savefig(ROOT / "assets" / "losses.png")
+    figure.savefig(ROOT / "assets/losses.png")
 
 
 def main(*arguments):

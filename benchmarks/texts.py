@@ -60,9 +60,8 @@ def train(tokenizer, base, loss, lr, seed, answers, **settings):
             logits = self.model(input_ids=ids[:, :-1], past_key_values=cache).logits
             return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
 
-    ends = tokenizer.encode("\n")
-    settings = grpo.GRPOSettings(micro_batch_size=GROUP_SIZE, end_ids=ends, **settings)
-    trainer = Trainer(model, optimizer, settings)
+    settings |= {"micro_batch_size": GROUP_SIZE, "end_ids": tokenizer.encode("\n")}
+    trainer = Trainer(model, optimizer, grpo.GRPOSettings(**settings))
 
     def sample(numbers, count, size, seed):
         lists = [" ".join(numbers.choices(WORDS, k=numbers.randint(2, 8))) for _ in range(count)]
@@ -73,8 +72,9 @@ def train(tokenizer, base, loss, lr, seed, answers, **settings):
         return groups, torch.tensor(rewards).float()
 
     numbers = random.Random(seed)
-    for first in range(0, STEPS * PROMPTS_PER_STEP, PROMPTS_PER_STEP):
-        groups, rewards = sample(numbers, PROMPTS_PER_STEP, GROUP_SIZE, 1000 * seed + first)
+    for step in range(STEPS):
+        start = 1000 * seed + PROMPTS_PER_STEP * step
+        groups, rewards = sample(numbers, PROMPTS_PER_STEP, GROUP_SIZE, start)
         grpo.set_advantages(groups, rewards)
         clipped.append(trainer.update(groups)["clip_fraction"])
     _, rewards = sample(random.Random(2**20), 40, answers, 2**20)  # other lists
