@@ -114,7 +114,8 @@ def table_of_losses(runs):
     differences, lines = compare(values), []
     for row in ROWS:
         cells = []
-        for key in ((task, row) for task in TASKS):
+        for task in TASKS:
+            key = task, row
             share = [f"{100 * x[key].mean():.3g}%" for x in (values, clipped) if key in x]
             cells.append(", clip ".join(share[: 1 + (", 4" in row)]))
             difference, half = differences.get(key, (0, 0))
@@ -136,9 +137,10 @@ def table_of_rates(runs):
 def table_of_kl(runs):
     """From the shipped start with a gamed reward, from the harder start with an honest reward."""
     full, lines = read_runs("many"), []
-    for key in (key for key in runs if "KL" in key[1]):
-        ((rate, share),) = means(runs[key]).items()
-        lines.append([key[1], f"{rate:g}", f"{means(full[key])[rate]:.2f}", f"{share:.1%}"])
+    for key in runs:
+        if "KL" in key[1]:
+            ((rate, share),) = means(runs[key]).items()
+            lines.append([key[1], f"{rate:g}", f"{means(full[key])[rate]:.2f}", f"{share:.1%}"])
     return markdown("run, rate, full places, correct", lines)
 
 
@@ -187,7 +189,7 @@ def main(*arguments):
     parser.add_argument("--draw", action="store_true", help="docs/worth.md's chart")
     options, runs = parser.parse_args(arguments), read_runs()
     for table in table_of_losses, table_of_rates, table_of_kl, table_of_splits:
-        print(table(runs), end="\n\n")
+        print(table(runs) + "\n")
     if options.draw:
         draw(runs, compare(judge(runs, runs)))
 
