@@ -116,7 +116,7 @@ def table_of_losses(runs):
         cells = []
         for task in TASKS:
             key = task, row
-            share = [f"{100 * x[key].mean():.3g}%" for x in (values, clipped) if key in x]
+            share = [f"{100 * x[key].mean():#.3g}%" for x in (values, clipped) if key in x]
             cells.append(", clip ".join(share[: 1 + (", 4" in row)]))
             difference, half = differences.get(key, (0, 0))
             bold = "**" if abs(difference) > half else ""

@@ -136,11 +136,11 @@ def test_the_tables_are_of_the_files(monkeypatch, capsys):
     tables.main()
     lines = capsys.readouterr().out.splitlines()
     cells = {line.split(" | ")[0][2:]: line.split(" | ")[1:3] for line in lines[2:20]}
-    assert cells["RAFT"][0] == "60%" and cells["RAFT"][1].startswith("**-10.0±")
+    assert cells["RAFT"][0] == "60.0%" and cells["RAFT"][1].startswith("**-10.0±")
     assert cells["GPG"][1].startswith("+1.0±") and "clip" not in cells["GPG"][0]
     assert cells["GSPO, 4 mini-batches"][1].startswith("**-50.0")
     assert cells["GRPO, 4 mini-batches"][1].startswith("**+10.0")
-    assert cells["GRPO, 4 mini-batches"][0] == "80%, clip 0.25%"
+    assert cells["GRPO, 4 mini-batches"][0] == "80.0%, clip 0.250%"
     assert "| pictures | RAFT | 0.001: 60.0% | 0.001 |" in lines
 
 
