@@ -67,7 +67,7 @@ def best_rate(rates):
 
 def judge(runs, values):
     """{(task, row): values of the judging seeds at its best rate}, of rows that have them all."""
-    own = {key: values[key].get(best_rate(runs[key]), {}) for key in runs if key[1] in ROWS}
+    own = {key: values[key].get(best_rate(runs[key]), {}) for key in runs}
     own = {key: x for key, x in own.items() if x.keys() >= {*JUDGING}}
     return {key: np.array([x[seed] for seed in JUDGING]) for key, x in own.items()}
 
@@ -176,7 +176,8 @@ def draw(runs, differences):
                     axis.plot([*own], [*own.values()], line, label=row, color=color)
                     dots = [(rate, y) for rate in own for y in runs[task, row][rate].values()]
                     axis.plot(*zip(*dots), ".", color=color)
-            axis.set_xscale("log", subs=[])
+            axis.set_xscale("log")
+            axis.minorticks_off()
             rates = {rate for row in rows for rate in means(runs[task, row])}
             axis.set_xticks([*rates], rates)
             axis.legend(fontsize=7)

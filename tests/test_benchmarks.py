@@ -145,12 +145,22 @@ def test_the_tables_are_of_the_files(monkeypatch, capsys):
 
 
 def test_the_chart_is_drawn_of_what_is_there(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
+    """A line for each row with several rates, in the panel of its task and number of steps."""
+    axes = pytest.importorskip("matplotlib.axes").Axes
     (tmp_path / "assets").mkdir()
     monkeypatch.setattr(tables, "ROOT", tmp_path)
+    drawn, plot = [], axes.plot
+
+    def recorded(self, *args, label=None, **style):
+        drawn.append(label)
+        return plot(self, *args, label=label, **style)
+
+    monkeypatch.setattr(axes, "plot", recorded)
     own = {rate: dict.fromkeys((0, 1, 2), 0.5) for rate in (1e-3, 2e-3)}
-    rows = [(task, row) for task in tables.TASKS for row in ("GRPO", "GRPO, 4 passes")]
-    tables.draw(tables.defaultdict(dict, dict.fromkeys(rows, own)), {("texts", "GPG"): (0, 0.1)})
+    rows = {(task, row): own for task in tables.TASKS for row in ("GRPO", "GRPO, 4 passes")}
+    rows["texts", "RAFT"] = {1e-3: own[1e-3]}
+    tables.draw(tables.defaultdict(dict, rows), {("texts", "GPG"): (0, 0.1)})
+    assert [label for label in drawn if label] == ["GRPO", "GRPO, 4 passes"] * 2
     assert (tmp_path / "assets" / "losses.png").stat().st_size > 10_000
 
 
