@@ -333,6 +333,8 @@ class GRPO:
         """
         if len({length for *_, length in encoded}) > 1:
             raise ValueError("the prompts have several T: give one for all")
+        if any(ids.ndim != 1 for ids, *_ in encoded):
+            raise ValueError("prompt ids are not (L,): of a tokenizer's (1, L) give input_ids[0]")
         self.begin("sample", self.model)
         self.model.eval()
         prompt_ids, position_ids, (length, *_) = zip(*encoded, strict=True)

@@ -950,6 +950,13 @@ def loss_of(**given):
     "message, calls",
     [
         ("several T", [lambda: trainer().sample([(LONG, None, 6), (SHORT, None, 5)], 2, 0)]),
+        (
+            r"not \(L,\): of a tokenizer's \(1, L\) give input_ids\[0\]$",
+            [
+                lambda ids=ids: trainer().sample([(LONG, None, 6), (ids, None, 6)], 2, 0)
+                for ids in (SHORT[None], LONG[None], SHORT[0])
+            ],
+        ),
         # A lone sample has no baseline; infinity has no z-score.
         (
             r"give \(N\*G,\), G > 1, none infinite",
