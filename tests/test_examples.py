@@ -145,7 +145,7 @@ def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, ca
     facts = lambda images, prompts: my_reward.blueness(images)
     judges = {"facts": facts, "correct": lambda images, prompts: check.clean(images)}
     load = lambda name: judges[name.partition(":")[2]]
-    monkeypatch.setattr("runtime.files.load_from_file", load)
+    monkeypatch.setattr("lookup.load_from_file", load)
     code = (ROOT / "examples" / "pictures.py").read_text()
     fewer = {"= 4, 16, 20": "= 2, 3, 2", "eval_prompts), 48": "eval_prompts), 6"}
     for many, few in fewer.items():
@@ -250,7 +250,7 @@ def test_the_cells_of_the_notebook_run(judged, tmp_path, monkeypatch):
     short += " --eval-decode-steps 1 --prompts-per-step 2 --group-size 2"
     short = short.split()
     parse = train.parse_settings
-    parse_short = lambda arguments, kind=train.Settings: parse([*reward, *arguments, *short], kind)
+    parse_short = lambda arguments, *kind: parse([*reward, *arguments, *short], *kind)
     monkeypatch.setattr(train, "parse_settings", parse_short)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -52,10 +52,9 @@ from gpu.forward import (
 from gpu.memory import plan
 from gpu.model import compile_decoder, round_weights, sizes, token_forward
 from grpo import GRPO, Offload, generate_with_logprobs
+from lookup import UserError
 from runtime import cpu, ranks
 from runtime.cpu import SharedForward
-from runtime.files import UserError
-from runtime.folder import values_of
 from runtime.settings import RELEASE, parse_settings
 from test_grpo import glm_prompts, reread, text_model, with_adapter
 from train import adamw
@@ -107,7 +106,7 @@ def gigabytes(size):
 def resumed(settings, base):
     """The settings of a run of this base that is resumed."""
     with TemporaryDirectory() as folder:
-        values = values_of(settings) | {"base": base}
+        values = vars(settings) | {"base": base, "out": None}
         Path(folder, "settings.json").write_text(json.dumps(values))
         return parse_settings(["--resume", folder])
 
@@ -347,7 +346,9 @@ def test_weights_that_cannot_be_locked_stay_where_they_are(monkeypatch, capsys):
     offload = holding(CUDA, model, waiting="pinned").clock.offload
     assert offload.homes[model][0][1].data_ptr() == home
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("memory: page-locking stopped (CUDA error: out of memory): ")
+    assert line.startswith(
+        "memory: page-locking stopped (CUDA error: out of memory Compile with ...): "
+    )
 
 
 # ---- the step of one token -----------------------------------------------------------------------

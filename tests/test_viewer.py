@@ -11,11 +11,13 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from PIL import Image, ImageFont
 
 import viewer
 from runtime.record import Record, as_lines
-from viewer.page import axis, draw_curves, draw_page, error_of, panel
+from viewer import RunFiles
+from viewer.page import axis, draw_curves, draw_page, error_of, panel, state
 from viewer.sheets import draw_grid, font_for
 
 RED, BLUE = (250, 0, 0), (0, 0, 250)
@@ -109,6 +111,7 @@ def made(tmp_path):
     settings = {"steps": 2, "reward": "f", "lr": 1e-4, "versions": {"torch": "2"}}
     settings |= {"model": "models/tiny", "prompts": "p.txt", "eval_prompts": "q.txt"}
     settings |= {"eval_reward": "kind", "adapter": None, "script": "train.py"}
+    settings |= {"not_default": ["lr"]}
     (out / "settings.json").write_text(json.dumps(settings))
     for name, records in (("metrics", metrics), ("groups", groups), ("evaluation", evaluations)):
         (out / f"{name}.jsonl").write_text(as_lines(records))
@@ -216,12 +219,34 @@ def test_a_page_of_a_run_that_resumes_and_of_one_that_made_more_steps_than_it_is
     metrics = (made / "metrics.jsonl").read_text().splitlines(keepends=True)
     (made / "metrics.jsonl").write_text(metrics[0])
     run = viewer.read(made)
-    assert [*run.groups] == [1] and "1 of 2 steps when this page was drawn" in draw_page(run)
+    assert [*run.groups] == [1] and "1 of 2 steps" in draw_page(run)
     (made / "metrics.jsonl").write_text("".join(metrics))
     settings = (made / "settings.json").read_text().replace('"steps": 2', '"steps": 1')
     (made / "settings.json").write_text(settings)
     text = draw_page(viewer.read(made))
     assert "2 of 2 steps" in text and "step 2/2" in text
+
+
+@pytest.mark.parametrize(
+    "steps, judged, saved, running, words",
+    [
+        (2, 2, 2, False, "is complete: 2 of 2 steps."),
+        (2, 0, 2, False, "was ended after 2 of 2 steps: --resume"),
+        (1, 0, 0, False, "was ended after 1 of 2 steps, of which 0 are saved: --resume"),
+        (1, 0, 1, True, "goes on: 1 of 2 steps when this page was drawn"),
+    ],
+)
+def test_a_page_says_how_the_run_is(steps, judged, saved, running, words):
+    """Complete is a run that was judged after its last step."""
+    evaluations, metrics = [{"step": judged}], [{}] * steps
+    run = RunFiles(None, {"steps": 2}, metrics, {}, evaluations, saved, running)
+    assert state(run).startswith(f"The run {words}")
+
+
+def test_a_run_that_goes_on_holds_its_lock(made):
+    with FileLock(made / ".lock"):
+        assert viewer.read(made).is_running
+    assert not viewer.read(made).is_running
 
 
 def test_a_page_of_many_steps_has_the_groups_of_some(made):
