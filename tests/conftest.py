@@ -79,6 +79,10 @@ def pytest_configure(config):
         "ignore:.*torch.jit:DeprecationWarning",
         "ignore:.*converting a masked element to nan:UserWarning",
         "ignore:.*save_embedding_layers:UserWarning",
+        # Windows would read a text file without an encoding in its code page. Python says so only
+        # under PYTHONWARNDEFAULTENCODING=1, as in .ci/run.
+        "ignore::EncodingWarning",
+        "error::EncodingWarning:(runtime|glm_image|gpu|reward_models|viewer|benchmarks|__main__)",
     ):
         config.addinivalue_line("filterwarnings", warning)
     if "s" not in config.option.reportchars:

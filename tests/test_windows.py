@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_docs import SOURCES
 
 from runtime import model_card
 
@@ -37,23 +36,3 @@ def test_a_code_page_without_chinese_letters_ends_no_run(judged, monkeypatch, co
     lines = sys.stdout.buffer.getvalue().decode(codes)
     for word in ("颜色", "数量"):
         assert f"- {word if codes == 'cp936' else ascii(word)[1:-1]} " in lines
-
-
-def opens_text(call):
-    """Whether a call reads or writes a text file in an encoding that differs by machine."""
-    name = getattr(call.func, "attr", getattr(call.func, "id", None))
-    given = [ast.unparse(each) for each in call.args]
-    named = {each.arg for each in call.keywords}
-    if name == "open" and not ast.unparse(call.func).startswith(("Image.", "os.")):
-        binary = any("b'" in mode for mode in given[-1:])
-        return "encoding" not in named and not binary
-    encoding = {"read_text": 0, "write_text": 1}.get(name, 99)  # its place among the arguments
-    return encoding != 99 and len(given) <= encoding and "encoding" not in named
-
-
-def test_text_files_are_in_utf_8():
-    found = {}
-    for file in SOURCES:
-        calls = [x for x in ast.walk(ast.parse(file.read_text("utf-8"))) if type(x) is ast.Call]
-        found[file] = [ast.unparse(each) for each in calls if opens_text(each)]
-    assert len(found) > 30 and not any(found.values()), found
