@@ -1,6 +1,5 @@
-"""Mistakes of docs/worth.md as they are often made, beside what grpo.py and rewards.py do."""
+"""Mistakes of docs/mistakes.md as they are often made, beside what grpo.py and rewards.py do."""
 
-import numpy as np
 import pytest
 import torch
 import world
@@ -9,51 +8,24 @@ import rewards
 from grpo import compute_advantages, compute_grpo_loss
 
 
-def logits_and_reference():
+def test_the_mean_of_log_probs_has_no_gradient():
+    """As a KL term, log pi - log ref, or as an entropy bonus it does nothing, though its value is
+    correct. As an advantage, A - c log pi_old, it adds the gradient of c times the entropy."""
     torch.manual_seed(0)
-    logits, ref = torch.randn(2, 6, dtype=torch.float64)
-    return logits.requires_grad_(), ref.log_softmax(0)
-
-
-def expected_gradient(loss_of, logits, ref):
-    """Of loss_of(log pi, log ref) per token, on samples from pi: exactly, by summing over all
-    ids."""
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
     logp = logits.log_softmax(0)  # (V,)
-    losses = [loss_of(*both) for both in zip(logp.view(-1, 1, 1), ref.view(-1, 1, 1))]
-    return torch.autograd.grad((logp.exp().detach() * torch.stack(losses)).sum(), logits)[0]  # (V,)
 
+    def gradient(loss_of):
+        """Its expectation over samples from pi: exactly, by summing over all ids."""
+        losses = torch.stack([loss_of(each) for each in logp.view(-1, 1, 1)])
+        mean = (logp.exp().detach() * losses).sum()
+        return torch.autograd.grad(mean, logits, retain_graph=True)[0]
 
-def test_a_kl_term_of_log_ratios_has_no_gradient():
-    """log pi - log ref estimates the KL without bias, and as a loss term does nothing; k3 pulls to
-    the reference."""
-    given = logits_and_reference()
-    log_ratio = lambda logp, ref: (logp - ref).sum()
-    k3 = lambda logp, ref: compute_grpo_loss(logp, logp.detach(), torch.zeros(1), ref, kl_coef=1)[0]
-    assert expected_gradient(log_ratio, *given).norm() < 1e-12
-    assert expected_gradient(k3, *given).norm() > 0.3
-
-
-def test_an_entropy_bonus_of_log_probs_has_no_gradient():
-    """Minus the log-prob estimates the entropy without bias, and as a bonus does nothing; as an
-    advantage, A - c log pi_old, it adds the gradient of c times the entropy."""
-    logits, ref = logits_and_reference()
-    log_prob = lambda logp, ref: logp.sum()
-    advantages = lambda logp, ref: compute_grpo_loss(logp, logp.detach(), -logp[0].detach())[0]
-    logp = logits.log_softmax(0)
-    (wanted,) = torch.autograd.grad((logp.exp() * logp).sum(), logits)  # of minus the entropy
-    assert expected_gradient(log_prob, logits, ref).norm() < 1e-12 and wanted.norm() > 0.3
-    torch.testing.assert_close(expected_gradient(advantages, logits, ref), wanted)
-
-
-def test_zscores_in_float32_make_advantages_of_equal_rewards():
-    equal = np.full(8, 9.9, dtype=np.float32)
-    total = np.float32(0)
-    for reward in equal:
-        total += reward
-    centred = equal - total / np.float32(8)
-    # The mean is off by its last bit.
-    assert 0.4 < np.abs(centred / (centred.std(ddof=1) + 1e-6)).max() < 1
-    assert not compute_advantages(torch.from_numpy(equal), 8).any()
+    as_advantage = lambda logp: compute_grpo_loss(logp, logp.detach(), -logp[0].detach())[0]
+    entropy = -(logp.exp() * logp).sum()
+    (wanted,) = torch.autograd.grad(-entropy, logits, retain_graph=True)
+    assert gradient(torch.sum).norm() < 1e-12 and wanted.norm() > 0.3
+    torch.testing.assert_close(gradient(as_advantage), wanted)
 
 
 def test_the_loss_of_fresh_samples_is_zero_and_its_gradient_is_not():
