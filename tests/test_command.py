@@ -147,42 +147,40 @@ def test_evaluations_come_when_asked_for(quick, monkeypatch):
     assert evaluated == [0, 3, 4]
 
 
-def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(quick):
-    """Blank lines count, as in an editor; a prompt may come twice, and quote in any script. One
-    reward leaves out each third picture."""
-    odd = "don't write 「它」, “привет” or 'bye' " + "on it " * 9 + "."
-    Path("odd.txt").write_text(f"一只红色的圆\n\n{odd}\n一只红色的圆\n")
-    count = "[float('nan') if i % 3 == 2 else i for i in range(len(images))]"
-    given = [judge_file("count", count), judge_file("length", "[len(p) for p in prompts]")]
-    arguments = "--prompts odd.txt --targets none --prompts-per-step 3 --steps 1"
-    for name, flags, size in (("codes", "", 2), ("both", BOTH, 4)):
-        assert quick(arguments, flags, "--reward", ",".join(given), "--out", name) == 0
-        groups = records(f"{name}/groups.jsonl")
-        found = [(group["step"], group["line"], group["prompt"]) for group in groups]
-        assert sorted(found) == [(1, 1, "一只红色的圆"), (1, 3, odd), (1, 4, "一只红色的圆")]
-        numbers = [None if i % 3 == 2 else i for i in range(3 * size)]
-        assert [value for group in groups for value in group["reward/count.py:judge"]] == numbers
-        for group in groups:
-            assert group["reward/length.py:judge"] == [len(group["prompt"])] * size
-
-
-def test_rewards_have_short_names(judged, capsys):
-    """Two files of one name could not both be kept in start/."""
-    for folder in "ab":
-        Path(folder).mkdir()
-    given = [judge_file(name, "range(len(images))") for name in ("a/mine", "b/own", "b/mine")]
-    assert judged("--reward", ",".join(given), "--steps 1") == 2
-    assert "two rewards are named 'mine.py:judge'" in capsys.readouterr().err
-    assert judged("--reward", ",".join(given[:2]), "--steps 1 --out run") == 0
-    (metrics,), (group,) = records("run/metrics.jsonl"), records("run/groups.jsonl")
-    names = {f"reward/{name}" for name in ("mine.py:judge", "own.py:judge")}
-    evaluation, _ = records("run/evaluation.jsonl")
-    for record in (group, metrics, evaluation):
-        assert {name for name in record if name.startswith("reward/")} == names
-    output = capsys.readouterr().out
-    rows = re.findall(r"(?m)^\| (\S+py:judge) ", output)
-    assert rows[:2] == ["mine.py:judge", "own.py:judge"]
-    assert re.search(r"\| mine.py:judge [\d.]+ \| own.py:judge", output)
+@pytest.mark.parametrize(
+    "flags, count", [("", 3), (BOTH, 6), ("--train decoder --decode-steps 2", 3)]
+)
+def test_groups_jsonl_has_every_group_with_its_pictures(quick, flags, count):
+    """For viewer/, which need not know what a run is. Blank lines count, as in an editor; a prompt
+    may come twice, and quote in any script. The reward applies to the long prompt alone. Paintings
+    of a code sequence have the advantage of their codes, unless the decoder alone learns."""
+    long = "don't write 「它」, “привет” or 'bye' " + "on it " * 9 + "."
+    Path("odd.txt").write_text(f"一只红色的圆\n\n{long}\n一只红色的圆\n")
+    shutil.copy("targets/1.png", "targets/3.png")
+    reward = write_reward(
+        "for i, image in enumerate(images):\n    image.save(f'{i}.png')\n"
+        "return [i if len(p) > 9 else torch.nan for i, p in enumerate(prompts)]"
+    )
+    sizes = "--prompts odd.txt --prompts-per-step 3 --group-size 3 --eval-targets none"
+    assert quick(*reward, sizes, flags, "--steps 1 --out run") == 0
+    groups = records("run/groups.jsonl")
+    found = [(group["step"], group["line"], group["prompt"]) for group in groups]
+    assert sorted(found) == [(1, 1, "一只红色的圆"), (1, 3, long), (1, 4, "一只红色的圆")]
+    pixels = lambda file: np.asarray(Image.open(file)).astype(int)
+    scored = [pixels(f"{i}.png") for i in range(3 * count)]
+    for i, group in enumerate(groups):
+        place = f"groups/000001/{i + 1}"
+        assert group["pictures"] == [f"{place}-{j}.jpg" for j in range(1, count + 1)]
+        assert group["beside"] == {"target": f"{place}-target.jpg"}
+        assert Image.open(f"run/{place}-target.jpg").size == (32, 32)
+        own = range(i * count, (i + 1) * count)
+        for number, file in zip(own, group["pictures"]):
+            errors = [np.abs(pixels(f"run/{file}") - each).mean() for each in scored]
+            assert errors[number] == min(errors) < 20  # JPEG; here codes are noise
+        applies = group["prompt"] == long
+        assert group["reward"] == ([*own] if applies else [None] * count)
+        expected = torch.arange(-1.0, 2).repeat_interleave(count // 3) * applies
+        assert group["advantage"] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
 # ---- settings and refusals -----------------------------------------------------------------------
@@ -207,13 +205,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
     with pytest.raises(SystemExit, match="^0$"):
         train.main(["--help"])
     output = " ".join(capsys.readouterr().out.split())
-    for words in (
-        "a published one; with --steps 0 only evaluate them --prompts",
-        "training steps; 0 only evaluates (default: 20 for tiny, 200 for ",
-        "halved where GPU memory runs out (default: 4)",
-        "REWARDS: mse, ssim, lpips",
-    ):
-        assert words in output
+    assert "training steps; 0 only evaluates (default: 20 for tiny, 200 for GLM-Image)" in output
     headings = "model and data", "the algorithm", "pictures", "evaluation, before and after"
     headings += "memory and speed", "what a run leaves"
     more = {train_decoder.DecoderSettings: ["the decoder"], train_edits.EditSettings: ["edits"]}
@@ -227,7 +219,6 @@ def test_every_setting_is_a_flag_with_help(capsys):
         }
         assert {*flags} == {each.name for each in fields(kind)}
         assert all(action.help for action in flags.values())
-    assert "(default: ssim:1,mse:1 for tiny, edit:1,keep:0.2 for GLM" in flags["reward"].help
     with pytest.raises(UserError):  # no abbreviations: later flags must not change a command
         train.parse_settings(["--group", "4"])
 
@@ -290,11 +281,13 @@ FILES = {
         ("--prompts rows.csv", "rows.csv is no file of prompts: these are .txt"),
         ("--reward pickscore:1,vqq:1", "unknown reward 'vqq'; known: "),
         ("--reward ssim:nan", "unknown reward 'ssim:nan'"),
+        ("--reward clip=few --eval-reward clip=new", "have two rewards named 'clip'"),
         ("--reward none --steps 0", "--reward names nothing to train on"),
         ("--reward facts:0", "--reward names nothing to train on"),
         ("--reward none.py:f", "the file none.py does not exist"),
         ("--reward good.py:jugde", "good.py has no 'jugde'"),
         ("--reward clip=few", "cannot load the reward clip ("),
+        ("--device cuda", "--device cuda: torch finds no GPU that it can use"),
         ("--group-size 1", "--group-size must be at least 2, got 1"),
         ("--lr 0", "--lr must be above 0, got 0.0"),
         ("--kl-coef -0.1", "--kl-coef must be at least 0, got -0.1"),
@@ -365,31 +358,6 @@ def test_old_transformers_are_refused(monkeypatch):
     monkeypatch.setattr("transformers.__version__", "5.4.9")
     words = "transformers 5.4.9 paints wrong pictures; pip install -r requirements.txt"
     assert error_from(load, str(TINY), CPU) == words
-
-
-def test_every_group_has_its_pictures_and_advantages(quick):
-    """For viewer/, which need not know what a run is."""
-    reward = write_reward(
-        "for i, image in enumerate(images):\n    image.save(f'{i}.png')\n"
-        "return [i if 'cross' in p else torch.nan for i, p in enumerate(prompts)]"
-    )
-    pixels = lambda file: np.asarray(Image.open(file)).astype(int)
-    for name, flags in (("one", ""), ("both", BOTH)):
-        count = 4 if flags else 2  # pictures of a prompt
-        assert quick(*reward, "--prompts-per-step 2 --steps 1 --out", name, flags) == 0
-        for i, group in enumerate(records(f"{name}/groups.jsonl"), 1):
-            place = f"groups/000001/{i}"
-            assert group["pictures"] == [f"{place}-{j}.jpg" for j in range(1, count + 1)]
-            assert group["beside"] == {"target": f"{place}-target.jpg"}
-            files = [*group["pictures"], *group["beside"].values()]
-            assert {Image.open(f"{name}/{file}").size for file in files} == {(32, 32)}
-            for j, file in enumerate(group["pictures"]):
-                scored = [pixels(f"{k}.png") for k in range(2 * count)]
-                errors = [np.abs(pixels(f"{name}/{file}") - each).mean() for each in scored]
-                assert errors[(i - 1) * count + j] == min(errors) < 20  # JPEG; here codes are noise
-            signs = [-1] * (count // 2) + [1] * (count // 2)
-            expected = [0.7071 * ("cross" in group["prompt"]) * sign for sign in signs]
-            assert group["advantage"] == pytest.approx(expected, abs=1e-3)
 
 
 def test_the_script_ends_with_an_exit_code_of_2_and_one_line(monkeypatch, capsys):

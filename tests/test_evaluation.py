@@ -74,11 +74,6 @@ def test_every_prompt_is_judged_by_its_own_target(judged):
     assert records("run/metrics.jsonl")[0]["reward"] == 1
 
 
-def test_a_name_is_one_reward(judged, capsys):
-    assert judged("--reward clip=a --eval-reward clip=b") == 2
-    assert "two rewards named 'clip'" in capsys.readouterr().err
-
-
 def test_an_evaluation_is_no_part_of_a_step(judged, monkeypatch):
     """It has a bar of its own over its prompts; neither its seconds count nor the bar's. A resumed
     run counts on."""

@@ -548,7 +548,9 @@ def test_names_and_weights(tmp_path, monkeypatch):
     assert weights == {"ssim": 0.5, "clip": 1, "my_file.py:f": 2e-3, "hps": -0.25}
     assert parsed["clip"].source == "clip=a:b"
     assert parse_rewards("none") == parse_rewards("") == {}
-    assert "two rewards are named 'clip'" in error_from(parse_rewards, "clip=b,clip=c")
+    # Two files of one name could not both be kept in start/.
+    for spec, name in (("clip=b,clip=c", "clip"), ("a/mine.py:f,b\\mine.py:f", "mine.py:f")):
+        assert f"two rewards are named '{name}'" in error_from(parse_rewards, spec)
 
 
 def test_a_file_of_rewards_is_a_module(tmp_path, monkeypatch):
