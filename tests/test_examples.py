@@ -184,11 +184,6 @@ def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, ca
 # ---- rewards of one's own, in examples/ ----------------------------------------------------------
 
 
-def test_blueness_by_hand():
-    images = [Image.new("RGB", (8, 8), colour) for colour in ("blue", "white", (51, 102, 204))]
-    assert my_reward.blueness(images) == pytest.approx([1, 0, 0.8 - 0.3])
-
-
 def test_a_win_rate_compares_within_a_group():
     images = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue", "green", "white")]
     shares = my_reward.win_rate(images * 2, group_size=4)

@@ -1,4 +1,4 @@
-"""Evaluations by type of prompt: the file, which prompts are judged and shown, errors by hand, the
+"""Evaluations by type of prompt: which prompts are judged and shown, errors by hand, the
 table, frames."""
 
 import math
@@ -11,7 +11,7 @@ import torch
 from conftest import prompts_of, records
 from PIL import Image
 
-from runtime.data import Prompt, choose, evenly, read_file
+from runtime.data import Prompt, choose, evenly
 from runtime.evaluation import count_to_show
 from runtime.metrics import evaluation_metrics
 from runtime.words import evaluation_table
@@ -25,22 +25,7 @@ def rewards_of(**rewards):
     return {"reward": next(iter(named.values())), **named}
 
 
-# ---- the file ------------------------------------------------------------------------------------
-
-
-def test_a_line_names_the_kind_of_the_prompts_below_it(tmp_path):
-    text = "alone\n# type: counting\nthree circles\n# kindred spirits\n#type:two words \n\n1 fan\n#type:counting\ntwo"
-    file = tmp_path / "prompts.txt"
-    file.write_text(text)
-    # Comments are left out.
-    assert [(prompt.text, prompt.type, prompt.line) for prompt in read_file(file)] == [
-        ("alone", "other", 1),
-        ("three circles", "counting", 3),
-        ("1 fan", "two words", 7),
-        ("two", "counting", 9),
-    ]
-    file.write_text("a\n# b\n")
-    assert read_file(file)[0].type is None  # there is one type, without a name
+# ---- which prompts -------------------------------------------------------------------------------
 
 
 def test_evaluated_are_the_first_prompts_of_each_kind_in_turn():
