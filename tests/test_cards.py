@@ -168,7 +168,8 @@ def test_memory_that_is_never_enough_ends_in_one_line(quick, monkeypatch, capsys
     output, errors = capsys.readouterr()
     assert output.count("from here on") == 1 and len(calls) == 3  # of micro-batches of 2, then 1
     (line,) = errors.splitlines()[-1:]
-    assert line.startswith("error: out of GPU memory (")
+    assert line.startswith("error: out of GPU memory (CUDA out of memory. Tried to allocate 2.00")
+    assert all(flag in line for flag in ("--offload yes", "--micro-batch-size", "--group-size"))
     assert steps_saved("run")[-1] == "000001"
 
 

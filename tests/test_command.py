@@ -395,9 +395,6 @@ def test_no_two_groups_share_a_seed(monkeypatch):
                 seeds += range(first, first + 4)
     assert len(set(seeds)) == len(seeds) == 3 * 30 * 3 * 4
     assert train.seed_of_step(10**6, 2**32 - 1, 4) < 2**63
-    monkeypatch.undo()
-    of_seeds = (build_run(tiny_settings("--seed", seed)).trainer.parameters for seed in (0, 1))
-    assert not torch.equal(*(parameters[0] for parameters in of_seeds))  # nor an adapter's start
 
 
 @pytest.mark.parametrize("seeds, steps, evaluated", [(10, 10**4, 2**20), (1000, 1000, 1000)])
@@ -557,11 +554,6 @@ def test_the_seconds_of_a_steps_phases_add_up(monkeypatch):
     largest = {"gpu_gb/move": 2, "gpu_gb/sample": 7, "gpu_gb/score": 3, "gpu_gb": 7}
     assert clock.read() == seconds | largest
     assert clock.read() == {"seconds": 0, "gpu_gb": 0}  # of the next step
-    for _ in clock.count("step", range(1), 1):
-        bar = clock.bar
-        for _ in clock.count("prompt", range(1), 1):  # of an evaluation
-            assert clock.bar is not bar
-        assert clock.bar is bar
 
 
 @pytest.mark.parametrize("combine", ["sum", "zscore"])

