@@ -37,8 +37,9 @@ from world import draw
 
 import train
 from glm_image import editing, model
+from runtime import cpu
 from runtime.adapters import find_adapters
-from runtime.cpu import Plan
+from runtime.cpu import Plan, SharedForward
 from runtime.data import Prompt
 from runtime.files import UserError, forget_modules
 from runtime.record import Clock
@@ -194,7 +195,9 @@ def chat_inputs(processor, text, height, width, picture=None):
 
 def shorten(setattr):
     """Pictures of a few codes, for tests of files, signals and errors: a preview of 256 takes a
-    second to write."""
+    second to write. For so few a merged copy of the policy takes longer than it saves."""
+    shared = lambda glm_image, settings, base: SharedForward(glm_image.language_model)
+    setattr(cpu, "token_forward", shared)
     for module, name in ((model, "encode_prompt"), (editing, "encode_edit")):
         setattr(module, name, shortened(getattr(module, name)))
 
@@ -340,12 +343,13 @@ def steps_saved(folder):
 
 @pytest.fixture(scope="session")
 def processes():
-    """Copies of a process that has imported train.py: they start in a moment instead of five
-    seconds."""
+    """Copies of a process that has imported train.py and loaded the model: they start in a moment
+    instead of five seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["conftest"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{TESTS}:{ROOT}:{TINY}:{ROOT}/examples")
+        patch.setenv("LOADED_AT_ONCE", "1")
         forkserver.ensure_running()
     return context
 
@@ -375,9 +379,14 @@ def _in_child(folder, arguments, output, prepare, environment):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     shorten(setattr)
+    train.load = load_once
     assert "gpu" not in sys.modules
     if "int8" not in arguments:
         sys.modules["gpu"] = None  # a run on a CPU that imports it fails
     if prepare is not None:
         prepare()
     sys.exit(train.main(arguments, run_class_of(arguments)))
+
+
+if os.environ.pop("LOADED_AT_ONCE", None):
+    loaded(TINY.name, CPU)
