@@ -109,11 +109,11 @@ def test_the_page_alone_trains_a_text_model(monkeypatch, capsys):
 )
 def test_a_pretrained_language_model_learns_by_grpo_alone(monkeypatch, capsys):
     gguf = pytest.importorskip("gguf")
-    # transformers reads the file three times, in a million slices: longer than all else.
+    # transformers reads the file several times, in a million slices: longer than all else.
     for name in ("GGUFReader", "get_tensor_name_map"):
         monkeypatch.setattr(f"gguf.{name}", functools.cache(getattr(gguf, name)))
     read = lambda file, mode, dtype=np.uint8: np.fromfile(file, dtype)
-    monkeypatch.setattr(np, "memmap", read)
+    monkeypatch.setattr(np, "memmap", functools.cache(read))
     monkeypatch.setattr(smollm2, "GROUP_SIZE", 2)
     monkeypatch.setattr(smollm2, "PROMPTS_PER_STEP", 1)
     smollm2.train(steps=1, num_judged=2)
