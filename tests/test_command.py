@@ -1,6 +1,8 @@
 """The command line: what a run prints, leaves and refuses, which prompts and seeds a step takes,
 its numbers."""
 
+import ast
+import io
 import json
 import math
 import os
@@ -96,12 +98,19 @@ def test_an_adapter_has_a_card_as_the_hub_reads_it(one_step):
     assert json.loads(text) == json.loads((one_step / "settings.json").read_text())
     config = json.loads((one_step / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == json.loads(text)["model"] == "tiny-glm-image"
-    released = SimpleNamespace(**json.loads(text) | {"model": settings.RELEASE, "base": "int8"})
     found = {name: records(one_step / f"{name}.jsonl") for name in RECORDS}
-    run = SimpleNamespace(records=found, trainers=["decoder-adapter"], saved=1, settings=released)
-    text = model_card.card("decoder-adapter", run, ["adapter", "decoder-adapter"])
-    assert ModelCard(text).data.base_model == "zai-org/GLM-Image"
-    assert "from 1 step of GRPO. Load `adapter` of the same run, too. In training and" in text
+
+    def card_of(model):
+        values = SimpleNamespace(**json.loads(text) | {"model": model, "base": "int8"})
+        run = SimpleNamespace(records=found, trainers=["decoder-adapter"], saved=1, settings=values)
+        return model_card.card("decoder-adapter", run, ["adapter", "decoder-adapter"])
+
+    card = ModelCard(card_of(settings.RELEASE))
+    assert card.data.base_model == "zai-org/GLM-Image"
+    assert "from 1 step of GRPO. Load `adapter` of the same run, too. In training and" in card.text
+    (code,) = re.findall(r"```python\n(.*?)```", card_of(r"C:\Users\new"), flags=re.DOTALL)
+    words = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    assert r"C:\Users\new" in words
 
 
 def test_a_run_logs_every_step_and_evaluation(one_step):
@@ -181,6 +190,19 @@ def test_groups_jsonl_has_every_group_with_its_pictures(quick, flags, count):
         assert group["reward"] == ([*own] if applies else [None] * count)
         expected = torch.arange(-1.0, 2).repeat_interleave(count // 3) * applies
         assert group["advantage"] == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("code_page", ["cp1252", "cp936"])
+def test_a_code_page_without_chinese_letters_ends_no_run(judged, monkeypatch, code_page):
+    """Others are printed as they are."""
+    text = "# type: 颜色\na red circle\n# type: 数量\na blue cross\n"
+    Path("types.txt").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), code_page))
+    assert judged("--eval-prompts types.txt --eval-count 2 --steps 1 --out run") == 0
+    sys.stdout.flush()
+    lines = sys.stdout.buffer.getvalue().decode(code_page)
+    for word in ("颜色", "数量"):
+        assert f"- {word if code_page == 'cp936' else ascii(word)[1:-1]} " in lines
 
 
 # ---- settings and refusals -----------------------------------------------------------------------
