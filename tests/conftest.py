@@ -262,6 +262,13 @@ def quick(judged, monkeypatch):
     return judged
 
 
+@pytest.fixture
+def lockable(monkeypatch):
+    """A copy in place of page-locked memory, which needs CUDA."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
 @pytest.fixture(scope="session")
 def one_step(tmp_path_factory):
     """The folder of a run of one step, to read, and to copy where a test changes it or goes on from

@@ -147,11 +147,6 @@ def test_models_take_turns_first_then_micro_batches_are_halved(
         assert found == pytest.approx(expected, abs=1e-4, nan_ok=True)
 
 
-@pytest.fixture
-def lockable(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
-
-
 def test_of_both_halves_the_larger_learns_first(quick, monkeypatch, capsys):
     """If memory runs out in the decoder's update, neither half has moved: the step is made again."""
     flags = "--train both --paintings 2 --decode-steps 3 --kl-coef 0 --steps 1"

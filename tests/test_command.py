@@ -198,7 +198,7 @@ def test_a_code_page_without_chinese_letters_ends_no_run(judged, monkeypatch, co
     text = "# type: 颜色\na red circle\n# type: 数量\na blue cross\n"
     Path("types.txt").write_text(text, encoding="utf-8")
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), code_page))
-    assert judged("--eval-prompts types.txt --eval-count 2 --steps 1 --out run") == 0
+    assert judged("--eval-prompts types.txt --eval-count 2 --steps 0 --out run") == 0
     sys.stdout.flush()
     lines = sys.stdout.buffer.getvalue().decode(code_page)
     for word in ("颜色", "数量"):
@@ -228,19 +228,11 @@ def test_every_setting_is_a_flag_with_help(capsys):
         train.main(["--help"])
     output = " ".join(capsys.readouterr().out.split())
     assert "training steps; 0 only evaluates (default: 20 for tiny, 200 for GLM-Image)" in output
-    headings = "model and data", "the algorithm", "pictures", "evaluation, before and after"
-    headings += "memory and speed", "what a run leaves"
-    more = {train_decoder.DecoderSettings: ["the decoder"], train_edits.EditSettings: ["edits"]}
-    for kind, first in ({settings.Settings: []} | more).items():
-        parser = settings.build_parser(kind)
-        assert [group.title for group in parser._action_groups[2:]] == [*first, *headings]
-        flags = {
-            action.dest: action
-            for action in parser._actions
-            if action.dest not in ("help", "config")
-        }
-        assert {*flags} == {each.name for each in fields(kind)}
-        assert all(action.help for action in flags.values())
+    for kind in (settings.Settings, train_decoder.DecoderSettings, train_edits.EditSettings):
+        actions = settings.build_parser(kind)._actions
+        helps = {action.dest: action.help for action in actions}
+        assert helps.keys() - {"help", "config"} == {each.name for each in fields(kind)}
+        assert all(helps.values())
     with pytest.raises(UserError):  # no abbreviations: later flags must not change a command
         train.parse_settings(["--group", "4"])
 

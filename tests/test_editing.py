@@ -249,12 +249,6 @@ def test_rows_name_their_sources_where_the_tiny_model_would_draw_its_own(judged)
     assert line.startswith("line 2 of own.jsonl has no source picture: ")
 
 
-def test_edits_of_a_model_that_has_no_sources_of_its_own_begin():
-    flags = ["--model", RELEASE, "--sources", "photos", "--eval-sources", "others"]
-    settings = train.parse_settings(flags, train_edits.EditSettings)
-    assert (settings.sources, settings.eval_sources) == ("photos", "others")
-
-
 def test_the_adapter_edits_in_the_stock_pipeline(edited, tmp_path, monkeypatch):
     """By the lines of docs/decoder.md as they stand."""
     monkeypatch.chdir(tmp_path)

@@ -167,11 +167,6 @@ def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, ca
     printed = capsys.readouterr().out.splitlines()
     assert printed[-3:-1] == lines and [line[:6] for line in printed[-4::3]] == ["before", "after:"]
     assert "of 12 held-out pictures are correct" in printed[-4]
-    assert len(made["rows"]) == 6
-    for _, blocks in made["rows"]:
-        assert [len(cells) for cells in blocks] == [2, 2]
-        cells = blocks[0] + blocks[1]
-        assert all(framed == (check.clean([image])[0] == 0) for image, _, framed in cells)
     assert Image.open("runs/pictures/before-after.png").size[0] > 4 * 128
 
 

@@ -273,13 +273,6 @@ def test_processes_of_the_tiny_model_leave_the_gpus_alone(card, monkeypatch):
 # ---- who is on the GPU ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def lockable(monkeypatch):
-    """A copy in place of page-locked memory, which needs CUDA."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-
-
 def frozen():
     return torch.nn.Linear(300, 300).requires_grad_(False)
 

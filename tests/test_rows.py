@@ -69,17 +69,11 @@ def test_a_reward_gets_the_columns_it_has_a_parameter_for(quick, capsys):
     text += (
         f" [i if [include[i], tag[i]] == {given} else 1 / 0 for i, prompt in enumerate(prompts)]"
     )
-    Path("own.py").write_text(text.replace("tag, include", "tag, included"))
+    Path("own.py").write_text(text)
     flags = "--prompts rows.jsonl --eval-prompts new.jsonl --targets none --eval-targets none"
     flags += (
         f" --reward own.py:counted --eval-reward {own} --prompts-per-step 2 --steps 1 --out run"
     )
-    assert quick(flags) == 2
-    words = (
-        "'own.py:counted' asks for 'included'; for prompts of rows.jsonl there are images, prompts"
-    )
-    assert words in capsys.readouterr().err
-    Path("own.py").write_text(text)
     assert quick(flags) == 2
     words = "asks for 'tag'; for prompts of new.jsonl there are images, prompts, targets, group_size, include, new ("
     assert words in capsys.readouterr().err
