@@ -5,11 +5,11 @@ policy, a language model, writes a group of G sequences of T tokens, the codes o
 decoder paints the pictures, and each gets a reward R. The loss pushes up the probability of the
 tokens of the pictures that beat their group, and pushes down those of the pictures below its mean:
 
-    A    = (R - mean(R)) / std(R)       the advantage of a picture: a z-score within its group
-    loss = -mean(A log pi(token))       over tokens, samples and prompts
+    A     = (R - mean(R)) / std(R)      the advantage of a picture: a z-score within its group
+    loss1 = -mean(A log pi(token))      over tokens, samples and prompts; GRPO's loss follows below
 
 pi(token) is the probability that the policy gives a token, after the prompt and the tokens before
-it. So the loss is cross-entropy on the policy's own samples, weighted by A: what beats its group is
+it. So loss1 is cross-entropy on the policy's own samples, weighted by A: what beats its group is
 imitated, the rest is avoided. Every token gets the A of its whole picture, since only a finished
 picture has a reward. A token that makes no difference stands in good and bad pictures alike, so
 over many groups its pushes cancel; what is left moves the tokens that matter.
@@ -27,7 +27,7 @@ where the pictures are equally good and the reward is noisy, the noise gets as l
 real difference elsewhere. A group of equal rewards has A = 0, and is left out. The mean of A is 0,
 so at ratio 1 the loss below is 0. Its gradient is not: watch the reward, not the loss.
 
-The oldest such method, REINFORCE, is this loss with A = R. PPO adds three things: a second network,
+The oldest such method, REINFORCE, is loss1 with A = R. PPO adds three things: a second network,
 which learns to predict the baseline; the ratio; and the clip. GRPO takes the group's mean in place
 of that network, keeps the ratio and the clip, and adds a KL term to the loss:
 
@@ -42,7 +42,7 @@ drew them. After one step the policy is pi: a token that is now twice as likely 
 as often, so it counts twice. The mean over draws of pi_old, sum(pi_old * pi/pi_old * A), is then
 sum(pi * A), the mean over draws of pi. (The ratio corrects for its own token, not for the tokens
 before it, so pi must stay near pi_old.) The gradient is ratio * A * grad log pi: at ratio 1 the
-gradient of A * log pi, the first loss.
+gradient of A * log pi, as in loss1.
 
 The clip limits how far one batch of samples may push a token, for they say little about a policy
 far from pi_old. It acts only where the ratio has left 1 by more than c, clip_range, in the
@@ -59,16 +59,13 @@ The clip does not hold the ratio: shared weights and momentum may move the token
 The KL term holds the policy near ref, the reference: the model before training. Without it, the
 policy may drift to pictures that score high and look wrong. The reference costs a pass over the
 samples, but no memory: the policy is a frozen base plus a LoRA adapter, which changes nothing at
-first, so the base with its adapter off is the reference. Why k3: see compute_grpo_loss.
+first, so the base with its adapter off is the reference. (train.py --adapter begins with a trained
+adapter; there the reference is a frozen copy of it.) Why k3: see compute_grpo_loss.
 
 By default there is one optimiser step per batch. The ratio then is 1 up to rounding, and the clip
-has nothing to do. With several, by mini_batches or iterations, both act. Three defaults of
-GRPOSettings differ in train.py:
-
-                 GRPOSettings   GLM-Image   the tiny model
-    kl_coef      0              0.01        0.2
-    temperature  1              0.9         1
-    top_p        1              0.75        0.95
+has nothing to do. With several steps both act. mini_batches makes several steps of the passes that
+one step takes, each from fewer groups; iterations repeats the passes, which pays where sampling and
+painting take most of the time.
 
 A training step has six parts, in this order; examples/pictures.py has them in a whole trainer:
 
@@ -170,8 +167,9 @@ def centre_groups(rewards, group_size):
     rewards = torch.as_tensor(rewards, device="cpu")
     if rewards.ndim != 1 or group_size < 2 or rewards.isinf().any():
         raise ValueError(f"rewards {tuple(rewards.shape)}: give (N*G,), G > 1, none infinite")
-    # In float64 the mean of equal float32 numbers is exact, and their std is 0. In float32 eight
-    # rewards of 9.9 would get advantages of 0.47, from a rounding error alone.
+    # float32 first: what differs beyond its digits is rounding, as of sums in another order, and
+    # must not become a z-score. Then float64, in which the mean of equal float32 numbers is exact:
+    # in float32 eight rewards of 9.9 would get advantages of 0.47.
     groups = rewards.float().double().view(-1, group_size)  # (N, G)
     centred = groups - groups.nanmean(dim=1, keepdim=True)
     count = (~groups.isnan()).sum(dim=1, keepdim=True)
@@ -243,7 +241,8 @@ def compute_grpo_loss(
         # KL(pi || ref). And it pulls: a step against its gradient, (1 - ref/pi) grad log pi, lowers
         # a token that pi makes likelier than ref, and raises a token that pi makes less likely. The
         # mean of this gradient is that of KL(ref || pi), which also is least where pi is ref.
-        # k2 has the gradient of KL(pi || ref), k1 its value. k3 serves as both, and is published.
+        # So k3 has the value of KL(pi || ref), and the gradient of the other KL, with the same
+        # minimum. It is the published term.
         # (These means are over pi. The samples are of pi_old, so after a step they hold roughly.)
         log_ref_ratio = masked(ref_logprobs.detach() - new_logprobs)  # log(ref / pi)
         # Near 0, exp(x) - 1 - x is mostly rounding, and may be negative. expm1 avoids that.
@@ -334,6 +333,8 @@ class GRPO:
         """
         if len({length for *_, length in encoded}) > 1:
             raise ValueError("the prompts have several T: give one for all")
+        if any(ids.ndim != 1 for ids, *_ in encoded):
+            raise ValueError("prompt ids are not (L,): of a tokenizer's (1, L) give input_ids[0]")
         self.begin("sample", self.model)
         self.model.eval()
         prompt_ids, position_ids, (length, *_) = zip(*encoded, strict=True)
@@ -374,9 +375,10 @@ class GRPO:
         with self.reference():
             for group in groups:
                 if self.teaches(group):
-                    parts = [self.logprobs(group, rows) for rows in self.split(group)]
+                    parts = [self.logprobs(group, rows) for rows in self.micro_batches(group)]
                     group.ref_logprobs = torch.cat(parts)
 
+    @torch.enable_grad()
     def update(self, groups):
         """4 to 6: move the policy, by `mini_batches * iterations` optimiser steps.
 
@@ -385,7 +387,8 @@ class GRPO:
         none does.
 
         Returns the metrics of compute_grpo_loss, and
-            mean_logprob_gap, max_logprob_gap: from the first optimiser step alone.
+            mean_logprob_gap, max_logprob_gap: from the first optimiser step that had a group to
+                learn from.
             skipped: the share of optimiser steps that were not made, their gradient not being
                 finite.
             grad_norm: the mean over the other optimiser steps, before clipping.
@@ -405,11 +408,11 @@ class GRPO:
         reports = []  # of each optimiser step: (size, metrics) of each micro-batch
         norms = []  # of the gradient before clipping, of each optimiser step
         for mini_batch in mini_batches * self.settings.iterations:
-            pairs = [(group, rows) for group in mini_batch for rows in self.split(group)]
-            # Of the mini-batch, groups of equal rewards included; the mean over all processes.
-            sizes = sum(self.size(*pair) for pair in pairs)
-            total = torch.tensor(float(sizes), device=self.model.device)
-            self.average([total])
+            pairs = [(group, rows) for group in mini_batch for rows in self.micro_batches(group)]
+            # Of the mini-batch, groups of equal rewards included.
+            sizes = sum(self.size_in_loss(*pair) for pair in pairs)
+            total = torch.tensor(sizes, dtype=torch.float32, device=self.model.device)
+            self.average([total])  # the mean over processes, as step() takes that of the gradients
             for each in self.parameters:
                 # Zeros, not None: a process whose groups have no spread still joins the average.
                 each.grad = torch.zeros_like(each)
@@ -426,18 +429,18 @@ class GRPO:
                     self.settings.clip_range,
                     self.settings.kl_coef,
                 )
-                size = self.size(group, rows)
+                size = self.size_in_loss(group, rows)
                 # The gradients of micro-batches add up to the gradient of the step.
                 (loss * size / total.item()).backward()
                 reports[-1].append((size, metrics))
             norms.append(self.step())  # 6
 
-        # Of the first step that was made: then the policy has moved already.
-        means = [self.mean(each) for each in reports]
+        # Of the first step that had a group to learn from: then the policy has moved already.
+        means = [self.mean_metrics(each) for each in reports]
         first = next((each for each in means if not math.isnan(each["loss"])), means[0])
         _warn_of(first, norms, at_start, with_spread, self.model)
         finite = [norm for norm in norms if norm < math.inf]
-        return self.mean([*itertools.chain(*reports)]) | {
+        return self.mean_metrics([*itertools.chain(*reports)]) | {
             "mean_logprob_gap": first["mean_logprob_gap"],
             "max_logprob_gap": first["max_logprob_gap"],
             "grad_norm": sum(finite) / max(len(finite), 1),
@@ -482,19 +485,20 @@ class GRPO:
                 raise ValueError(f"not only an adapter learns: {hint}")
             yield
 
-    def split(self, group):
-        """Micro-batches: indices of a group's samples, `micro_batch_size` at a time."""
+    def micro_batches(self, group):
+        """Indices of a group's samples, `micro_batch_size` at a time."""
         return torch.arange(len(group.old_logprobs)).split(self.settings.micro_batch_size)
 
-    def mean(self, reports):
+    def mean_metrics(self, reports):
         """[(size, metrics)] of micro-batches -> their means over all processes; NaN if none.
 
         max_logprob_gap is the largest, of this process.
         """
         names = "loss", "policy_loss", "kl", "clip_fraction", "ratio_mean", "mean_logprob_gap"
         sums = [sum(size * metrics[name] for size, metrics in reports) for name in names]
-        sums = torch.tensor([*sums, sum(size for size, _ in reports)], dtype=torch.double)
-        sums = sums.to(self.model.device)
+        total = sum(size for size, _ in reports)
+        # Not doubles: an Apple GPU has none.
+        sums = torch.tensor([*sums, total], dtype=torch.float32, device=self.model.device)
         self.average([sums])
         *sums, total = sums.tolist()
         gaps = [metrics["max_logprob_gap"] for _, metrics in reports]
@@ -506,7 +510,7 @@ class GRPO:
         # keeps their KL term (docs/worth.md, The KL term).
         return group.advantages.any()
 
-    def size(self, group, rows):
+    def size_in_loss(self, group, rows):
         # Hook: a micro-batch counts in the mean of the step by its size. DAPO counts tokens.
         return len(rows)
 
@@ -842,8 +846,8 @@ def _check_process(parameters, average):
 def _warn_of(metrics, norms, at_start, groups, model):
     """Warns where an update's metrics say that something is wrong (causes: docs/numbers.md).
 
-    metrics: from the first optimiser step. at_start: whether the policy then still was the
-    reference. groups: those with unequal rewards.
+    metrics: from the first optimiser step that had a group to learn from. norms: of all steps.
+    at_start: whether the policy was the reference then. groups: those with unequal rewards.
     """
     signs = []
     # Rounding alone was seen to make 4e-6 in float32, and 0.05 in bfloat16.

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from grpo import centre_groups
-from runtime.files import ROOT, UserError, load_from_file
+from lookup import ROOT, UserError, load_from_file
 
 # ---- likeness to a target ------------------------------------------------------------------------
 
@@ -214,7 +214,9 @@ def score(rewards, images, prompts):
         copies = {key: [deepcopy(x) for x in column] for key, column in given.items()}
         answer = reward(**copies | {"group_size": group_size})
         try:
-            values[name] = torch.tensor([math.nan if x is None else float(x) for x in answer])
+            numbers = [math.nan if x is None else float(x) for x in answer]
+            # A reward's file may have set another default.
+            values[name] = torch.tensor(numbers, dtype=torch.float32)
         except (TypeError, ValueError, RuntimeError):  # of no list, or of what is no number
             values[name] = torch.tensor(math.inf)
         if values[name].shape != (len(images),) or values[name].isinf().any():

@@ -18,10 +18,10 @@ A group without spread, all rewards equal, teaches nothing. docs/numbers.md says
 means, and what is normal.
 """
 
-import sys
+import inspect
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from transformers import set_seed
 
 from glm_image.model import GlmImage, load
 from grpo import GRPO, set_advantages
+from lookup import ROOT
 from rewards import combine, score, weights_of
 from runtime import cpu, folder, ranks
 from runtime.adapters import adapters_in
@@ -36,7 +37,7 @@ from runtime.data import load_rewards, prompt_indices, read_inputs, read_prompts
 from runtime.evaluation import judge
 from runtime.record import Clock, Record
 from runtime.settings import Settings, parse_settings
-from runtime.terminal import exit_code, optional, print_start, say
+from runtime.terminal import exit_code, leave, optional, print_start, say
 from runtime.words import counted
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update --------------
@@ -198,10 +199,13 @@ def train(settings, run_class=Run):
     began = time.time()
     device = ranks.device(settings.device)
     plan = backend_of(device).plan(run_class.Model, settings, device)  # before any download
-    settings.base = plan.base
     data = read_inputs(settings, run_class.read_prompts)
     print_start(settings, device, data)
-    with folder.run_folder(settings, data) as out:
+    with folder.claimed(settings) as name:
+        # What was decided. From here on only micro_batch_size changes.
+        adapter = settings.adapter and str(folder.newest(settings.adapter))
+        settings = replace(settings, out=name, base=plan.base, adapter=adapter)
+        out = folder.begin(settings, script_of(run_class), data)
         load_rewards(settings, data)
         with tracked(settings, out) as tracker:
             run = run_class.load(settings, data, plan, adapters_in(out / "start"))
@@ -213,13 +217,22 @@ def train(settings, run_class=Run):
                 code = 0
             record.export(run.glm_image)
     took = f"{counted(record.saved, 'step')}, {time.time() - began:.0f} s"
-    page = Path(settings.out, "index.html")
+    page = Path(name, "index.html")
     look = f"; look at {page}" if page.exists() else ""
-    say(f"{took}; output folder: {settings.out}{look}")
+    say(f"{took}; output folder: {name}{look}")
     if code:
-        say(f"continue with --resume {settings.out}")
+        say(f"continue with --resume {name}")
         draw(record)  # the page says that the run was ended
     return code
+
+
+def script_of(run_class):
+    """The file that a class stands in: a run that it made is resumed by that file alone."""
+    try:
+        file = Path(inspect.getfile(run_class)).resolve()
+    except (TypeError, OSError):
+        return "a notebook"
+    return file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else str(file)
 
 
 def loop(run, settings, data, record):
@@ -232,7 +245,7 @@ def loop(run, settings, data, record):
         warm_up(run.trainers, settings.warmup_steps, step)
         prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
         rollout, metrics = run.attempt(run.step, settings, data.rewards, prompts, seed)
-        record.step(step + 1, rollout, metrics | run.clock.read())
+        record.add(step + 1, rollout, metrics | run.clock.read())
         del rollout  # it leaves the memory before the next step makes its own
     evaluate(run, settings, data, record)
 
@@ -257,8 +270,10 @@ def draw(record):
 
 
 def main(arguments=None, run_class=Run):
-    return exit_code(lambda: train(parse_settings(arguments, run_class.Settings), run_class))
+    script = script_of(run_class)
+    settings = lambda: parse_settings(arguments, run_class.Settings, script)
+    return exit_code(lambda: train(settings(), run_class))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

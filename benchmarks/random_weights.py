@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from gpu.model import without_weights
-from runtime.files import find_path
+from lookup import find_path
 from runtime.settings import TINY
 
 # All else is the default of the classes. The policy's vision tower, which does not train, has one

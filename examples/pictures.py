@@ -20,8 +20,8 @@ import torch
 
 from glm_image.model import GlmImage, load
 from grpo import GRPO, set_advantages
+from lookup import load_from_file
 from runtime.data import evenly, read_file
-from runtime.files import load_from_file
 from runtime.settings import TINY, parse_settings
 from viewer.sheets import draw_grid
 

@@ -22,12 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from glm_image.decoder import DecoderGRPO, LearningDecoder, repeat_for_steps
 from grpo import set_advantages
+from lookup import UserError
 from rewards import combine, score, weights_of
 from runtime import ranks
-from runtime.files import UserError
 from runtime.metrics import reward_metrics
 from runtime.record import Record
 from runtime.settings import Settings
+from runtime.terminal import leave
 from runtime.words import LINE
 
 # ---- one step: train.py's, for two that learn, one nested in the other ---------------------------
@@ -83,8 +84,6 @@ def decoder_step(run, settings, rewards, prompts, seed):
 
 @dataclass(kw_only=True)
 class DecoderSettings(Settings):
-    script: ClassVar[str] = "examples/train_decoder.py"
-
     # ---- the decoder
 
     # what learns; --group-size counts the paintings of a code sequence; with both, it counts the
@@ -179,4 +178,4 @@ class DecoderRun(train.Run):
 
 
 if __name__ == "__main__":
-    sys.exit(train.main(run_class=DecoderRun))
+    leave(train.main(run_class=DecoderRun))

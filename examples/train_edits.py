@@ -23,7 +23,9 @@ import torch
 import train
 from glm_image.editing import EditingGlmImage, read_edits, read_sources
 from glm_image.model import load
+from lookup import Own
 from runtime.settings import TINY, Settings, is_tiny
+from runtime.terminal import leave
 
 
 @dataclass(kw_only=True)
@@ -33,8 +35,6 @@ class EditSettings(Settings):
     Another needs --prompts and --eval-prompts, and --sources and --eval-sources where rows of these
     do not name their pictures.
     """
-
-    script: ClassVar[str] = "examples/train_edits.py"
 
     # ---- edits
 
@@ -47,13 +47,13 @@ class EditSettings(Settings):
     eval_reward: str = "aesthetic"
 
     tiny: ClassVar[dict] = Settings.tiny | {
-        "sources": f"{TINY}/world.py:edit_sources",
-        "prompts": f"{TINY}/edits.txt",
-        "targets": f"{TINY}/world.py:edit_targets",
+        "sources": Own(f"{TINY}/world.py:edit_sources"),
+        "prompts": Own(f"{TINY}/edits.txt"),
+        "targets": Own(f"{TINY}/world.py:edit_targets"),
         "reward": "ssim:1,mse:1",
-        "eval_sources": f"{TINY}/world.py:heldout_sources",
-        "eval_prompts": f"{TINY}/heldout-edits.txt",
-        "eval_targets": f"{TINY}/world.py:heldout_targets",
+        "eval_sources": Own(f"{TINY}/world.py:heldout_sources"),
+        "eval_prompts": Own(f"{TINY}/heldout-edits.txt"),
+        "eval_targets": Own(f"{TINY}/world.py:heldout_targets"),
         "lr": 2e-3,
         "warmup_steps": 0,
     }
@@ -75,4 +75,4 @@ class EditRun(train.Run):
 
 
 if __name__ == "__main__":
-    sys.exit(train.main(run_class=EditRun))
+    leave(train.main(run_class=EditRun))

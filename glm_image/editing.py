@@ -8,8 +8,8 @@ values. All else is as for captions.
 import torch
 
 from glm_image.model import TOKEN, GlmImage, chat, for_decoder, positions_of
+from lookup import UserError
 from runtime.data import read_pictures, read_prompts
-from runtime.files import UserError
 
 # ---- wishes, each with its source ----------------------------------------------------------------
 
@@ -58,6 +58,7 @@ class EditingGlmImage(GlmImage):
         keep_one_source(self.pipe.transformer)
 
     def encode(self, edits, settings):
+        self.begin("sample", self.language_model)
         size = settings.height, settings.width
         return [encode_edit(self.pipe.processor, edit, *size) for edit in edits]
 

@@ -16,8 +16,8 @@ from packaging.version import Version
 from peft import LoraConfig, PeftConfig, get_peft_model
 from transformers import GlmImageProcessor, set_seed
 
+from lookup import UserError, find_path
 from runtime.adapters import WEIGHTS, load_adapter
-from runtime.files import UserError, find_path
 from runtime.settings import readable_loading
 from runtime.terminal import readable
 
@@ -106,6 +106,7 @@ class GlmImage:
 
     def encode(self, prompts, settings):
         """Prompts as GRPO.sample takes them: [(prompt_ids (L,), position_ids (3, L+T), T)]."""
+        self.begin("sample", self.language_model)  # its seconds count to the part that it is for
         size = settings.height, settings.width
         return [encode_prompt(self.pipe.processor, prompt.text, *size) for prompt in prompts]
 

@@ -5,6 +5,7 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
 
 import psutil
 import torch
@@ -12,9 +13,9 @@ from packaging.version import Version
 
 from gpu.model import sizes
 from grpo import Offload
+from lookup import UserError
 from runtime import ranks
 from runtime.cpu import Plan
-from runtime.files import UserError
 from runtime.terminal import out_of_memory, say
 
 # By default torch rounds page-locked blocks up to powers of two so that it can reuse them: 37.9 GB
@@ -63,7 +64,7 @@ class Memory:
         try:
             self.clock.offload = Offload(self.models, self.device, self.release, pin)
         except RuntimeError as error:  # from cudaHostAlloc: WSL2 locks 1 to 4 GB
-            reason = str(error).strip().split("\n")[0]
+            reason = shorten(str(error), 200)
             say(f"memory: page-locking stopped ({reason}): the rest moves more slowly")
             self.clock.offload = Offload(self.models, self.device, self.release, pin=False)
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from transformers import CLIPModel, CLIPProcessor
 
+from lookup import download
 from reward_models import CHINESE, SMALL, lend_gpu, load_pretrained, load_weights
-from runtime.files import download
 
 
 @functools.cache  # clip and aesthetic share one

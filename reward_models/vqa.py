@@ -7,8 +7,8 @@ import torch
 import transformers
 
 import rewards
+from lookup import download
 from reward_models import CHINESE, SMALL, lend_gpu, load_pretrained
-from runtime.files import download
 
 QUESTIONS = Path(__file__).resolve().parents[1] / "prompts" / "questions.jsonl"
 AT_ONCE = 8  # pictures per forward pass; a picture counts once per question

@@ -9,7 +9,7 @@ import peft
 import safetensors.torch
 from safetensors.torch import load_file
 
-from runtime.files import UserError
+from lookup import UserError
 from runtime.terminal import readable
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
@@ -49,10 +49,14 @@ def refuse_unless_plain(adapter):
 
 
 def copy_adapters(adapters, folder):
-    """adapters: {name in the folder: folder of an adapter}. Nothing else there is touched."""
+    """adapters: {name in the folder: folder of an adapter}. Nothing else there is touched.
+
+    The config comes last: without it there is no adapter, only a copy that was ended.
+    """
     for name, adapter in adapters.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
-        for file in (CONFIG, WEIGHTS):
+        (folder / name / CONFIG).unlink(missing_ok=True)
+        for file in (WEIGHTS, CONFIG):
             shutil.copyfile(adapter / file, folder / name / file)
 
 

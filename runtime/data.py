@@ -11,9 +11,9 @@ from pathlib import Path, PureWindowsPath
 import torch
 from PIL import Image, ImageOps
 
+from lookup import UserError, find_path, forget_modules, load_from_file
 from rewards import REWARDS, Reward, score, weights_of
 from runtime import ranks
-from runtime.files import UserError, find_path, forget_modules, load_from_file
 from runtime.terminal import readable, say
 
 PICTURE = "<|image|>"  # GLM-Image would look for a picture there
@@ -122,7 +122,7 @@ def read_rows(lines):
         if line.strip():
             with readable(f"read line {number}", '; an example: {"prompt": "three circles"}'):
                 row = json.loads(line)
-                if not isinstance(row["prompt"], str):
+                if not isinstance(row["prompt"], str) or not row["prompt"].strip():
                     raise TypeError('its "prompt" is no text')
                 text, of_type = one_line(row.pop("prompt")), row.get("type") or row.get("tag")
                 of_type = of_type and str(of_type)

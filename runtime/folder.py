@@ -1,13 +1,22 @@
 """The folder of a run is the run: how it begins, what a step leaves, what a resume reads.
 
-    settings.json        the settings, and what else makes the run's numbers
-    start/               copies of prompts, of the user's reward files, and of --adapter
+    settings.json        the settings, as you would type them; script, processes, versions
+    start/               copies of the prompts, of your reward files, and of --adapter
     *.jsonl              records: see runtime/record.py
     checkpoints/000020/  adapters after 20 steps, their optimizers; `whole` is its last file
 
-A run begins in a new or empty folder, or in that of a run that failed before its first record. A
-resume reads all of these, of the checkpoints the newest. There are no random states: the prompts
-and all random draws of a step are functions of the seed and the step.
+1. A run begins in a new or empty folder, or in that of a run without a step. Without --out it is a
+   new runs/N. `--config runs/1/settings.json` begins a run like runs/1.
+2. Prompts and adapters are read from start/ ever after.
+3. A checkpoint counts once its file `whole` is there: it is written when all else is on the disk.
+   No random state is saved: prompts and draws of a step follow from the seed and the step.
+4. `--resume DIR` takes the settings from DIR. A flag that you repeat must have the same value, but
+   for MAY_CHANGE. One line names all that is not as it was, before anything loads: other versions,
+   other code, also what your reward files import, are a warning; all else is refused.
+5. A reward file that you have mended goes on once you copy it over the copy in start/.
+6. One process at a time: a lock, which ends with the process. A disk without locks has none.
+
+Runs of commits before this file had these rules are not resumed: their --adapter is read.
 """
 
 import errno
@@ -24,6 +33,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
+from lookup import MODULES, ROOT, UserError, find_file, find_path
 from runtime import ranks
 from runtime.adapters import (
     WEIGHTS,
@@ -33,17 +43,17 @@ from runtime.adapters import (
     load_adapter,
     save_adapter,
 )
-from runtime.files import ROOT, UserError, find_file, find_path
 from runtime.terminal import readable, say
 
 # A resumed run may change these; the commit is for people, and of versions each counts.
-MAY_CHANGE = {"steps", "eval_every", "save_every", "commit", "versions"}
+MAY_CHANGE = {"steps", "eval_every", "save_every", "commit", "versions", "not_default"}
 MAY_CHANGE |= {"device", "offload", "micro_batch_size", "tracker"}
 # What settings.json has beside the settings.
-OF_RUN = "script", "processes", "versions"
+OF_RUN = "script", "processes", "versions", "not_default"
+LOCK = ".lock"
 # The project's files that make a run's numbers.
 CODE = ["grpo.py", "rewards.py", "train.py", "examples/train_*.py", "tiny-glm-image/*.py"]
-CODE += ["glm_image/*.py", "gpu/*.py", "reward_models/*.py", "runtime/*.py"]
+CODE += ["glm_image/*.py", "gpu/*.py", "reward_models/*.py", "runtime/*.py", "lookup/*.py"]
 STEP = "[0-9]" * 6  # a checkpoint's folder
 WHOLE = "whole"  # its last file, which is empty
 
@@ -52,38 +62,26 @@ WHOLE = "whole"  # its last file, which is empty
 
 
 @contextmanager
-def run_folder(settings, data):
-    """Yields the folder of a run, absolute, as a reward may change the working folder.
+def claimed(settings):
+    """Yields the name of a run's folder, --resume, --out or a new runs/N; nobody else writes to it.
 
-    Its name is in settings.out from then on. Nothing slow comes before: what was read is what is
-    copied. No other process writes to the folder within the block.
+    Nothing slow comes before: what was read is what is copied.
     """
-    out, lock = None, nullcontext()
+    name, lock = None, nullcontext()
     if ranks.rank() == 0:
-        adapters = {}
-        if settings.adapter and not settings.resume:
-            settings.adapter = str(newest(settings.adapter))
-            adapters = find_adapters(settings.adapter)
-        out, lock = claim(settings)
+        name, lock = claim(settings)
+        say(f"output folder: {name}")
     with lock:
-        if out:
-            say(f"output folder: {settings.out}")
-            values = values_of(settings)
-            if settings.resume:
-                values["versions"] = refuse_changes(settings.out, values, data)
-            else:
-                keep(out / "start", settings, data, adapters)
-            write_whole(out / "settings.json", json.dumps(values, indent=2))
-        settings.out, out = ranks.gather((settings.out, out))[0]
-        yield out
+        yield ranks.gather(name)[0]
 
 
 def claim(settings):
-    """The folder of --resume or --out, or a new runs/N; and a lock, which ends with the process."""
+    """The folder's name, and a lock, which ends with the process."""
+    if settings.adapter and not settings.resume:
+        find_adapters(newest(settings.adapter))  # a mistake leaves no folder
     name = settings.resume or settings.out
     with readable(f"use the folder {name or 'runs'}"):
-        name = settings.out = name or new_number()
-        out = Path(name).absolute()
+        out = Path(name := name or new_number()).absolute()
         out.mkdir(parents=True, exist_ok=True)
         if free := settings.resume or is_free(out):
             (out / "metrics.jsonl").touch()  # by which is_free knows a run
@@ -91,11 +89,11 @@ def claim(settings):
         hint = f"choose another --out, or continue its run: --resume {name}"
         raise UserError(f"{name} is not empty: {hint}")
     try:
-        return out, FileLock(out / ".lock", timeout=0).acquire()
+        return name, FileLock(out / LOCK, timeout=0).acquire()
     except Timeout as error:
         raise UserError(f"another process is at work in {name}: wait, or stop it") from error
     except OSError:  # a disk without locks
-        return out, nullcontext()
+        return name, nullcontext()
 
 
 def new_number():
@@ -108,21 +106,57 @@ def new_number():
 
 
 def is_free(out):
-    """Whether a folder has nothing, or a run that failed before its first record."""
-    sizes = [file.stat().st_size for file in out.glob("*.jsonl")]
-    return not any(out.iterdir()) or (sizes and not any(sizes))
+    """Whether a folder has nothing, or a run that failed before its first step."""
+    sizes = {file.stem: file.stat().st_size for file in out.glob("*.jsonl")}
+    if sizes.get("metrics", 1):
+        return not any(out.iterdir())
+    # With --steps 0 the evaluation is the run.
+    kept = out / "settings.json"
+    return not sizes.get("evaluation") or json.loads(kept.read_text("utf-8"))["steps"] > 0
 
 
-def keep(start, settings, data, adapters):
-    """Copies what a resume reads, or compares with."""
-    shutil.rmtree(start, ignore_errors=True)
-    start.mkdir()
+def is_running(out):
+    """Whether a process is at work in the folder of a run."""
+    try:
+        with FileLock(out / LOCK, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # a disk without locks, or somebody else's run
+        return False
+
+
+def begin(settings, script, data):
+    """Writes settings.json and start/, or compares them in a resumed run. Returns the folder.
+
+    It is absolute, as a reward may change the working folder.
+    """
+    out = Path(settings.out).absolute()
+    if ranks.rank() == 0:
+        values = values_of(settings, script)
+        if settings.resume:
+            values["versions"] = refuse_changes(settings.out, values, data)
+        else:
+            keep(out, settings, data)
+        write_whole(out / "settings.json", json.dumps(values, indent=2))
+    ranks.gather(None)  # start/ is there
+    return out
+
+
+def keep(out, settings, data):
+    """Copies what a resume reads, or compares with. What a failed run has left goes."""
+    for name in ("start", "evaluation"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for records in out.glob("*.jsonl"):
+        records.write_text("", "utf-8")
+    (start := out / "start").mkdir()
     for name in ("prompts", "eval_prompts"):
         file = find_path(getattr(settings, name))
         shutil.copyfile(file, start / (name + Path(file).suffix))
     for name, file in reward_files(data).items():
         shutil.copyfile(file, start / name)
-    copy_adapters(adapters, start)
+    if settings.adapter:
+        copy_adapters(find_adapters(settings.adapter), start)
 
 
 def refuse_changes(run, now, data):
@@ -154,25 +188,34 @@ def reward_files(data):
     return {Path(each.own).name: find_file(each.source) for each in data.own()}
 
 
-def values_of(settings):
+def values_of(settings, script):
     """What settings.json has."""
     values = {name: x for name, x in vars(settings).items() if name not in ("out", "resume")}
-    return values | dict(zip(OF_RUN, (settings.script, ranks.count(), versions())))
+    of_run = script, ranks.count(), versions(), settings.not_default()
+    return values | dict(zip(OF_RUN, of_run))
 
 
 def versions():
     """{name: version} of what makes a run's numbers.
 
-    Of the project a hash of its code, and for people the commit, where git knows it.
+    Of the project a hash of its code, and for people the commit, where git knows it. Of the user's
+    own files, and of what they import, a hash, too.
     """
     found = {name: version(name) for name in ("torch", "transformers", "diffusers", "peft")}
-    texts = [file.read_text("utf-8") for each in CODE for file in sorted(ROOT.glob(each))]
-    found["code"] = sha256("".join(texts).encode()).hexdigest()[:12]
-    describe = "git", "-C", str(ROOT), "describe", "--always", "--dirty"
-    with suppress(OSError):
-        answer = subprocess.run(describe, capture_output=True, encoding="utf-8", check=False)
-        found["commit"] = answer.stdout.strip() or None
+    code = [file for each in CODE for file in sorted(ROOT.glob(each))]
+    found["code"] = hash_of(code)
+    found["your code"] = hash_of(sorted({*MODULES.values()} - {*code}))
+    if (ROOT / ".git").exists():  # or git would describe another project around this folder
+        describe = "git", "-C", str(ROOT), "describe", "--always", "--dirty"
+        with suppress(OSError):
+            answer = subprocess.run(describe, capture_output=True, encoding="utf-8", check=False)
+            found["commit"] = answer.stdout.strip() or None
     return found
+
+
+def hash_of(files):
+    """Of their texts: a checkout may end lines as Windows does."""
+    return sha256("".join(x.read_text("utf-8") for x in files).encode()).hexdigest()[:12]
 
 
 # ---- what a step leaves --------------------------------------------------------------------------

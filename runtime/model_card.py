@@ -6,7 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from runtime.files import find_path
+from lookup import find_path
 from runtime.words import counted, evaluation_table
 
 LOADED = {  # its part of the model, how the hub names its library, how the stock pipeline loads it
@@ -30,7 +30,7 @@ A LoRA adapter of the {part} of `{model}`, {made}.
 
 {table}
 
-settings.json has its settings: `python {script} --config settings.json` begins a run like it.
+settings.json has its settings: with `--config settings.json` the trainer begins a run like it.
 
 ```python
 import diffusers
@@ -92,7 +92,6 @@ def card(name, run, adapters):
         "part": part,
         "made": made,
         "table": table.replace("\n", "\n\n", 1),  # a title, and rows
-        "script": settings.script,
         "load": load,
         "prompt": json.dumps(run.records["groups"][-1]["prompt"], ensure_ascii=False),
     }

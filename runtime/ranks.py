@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from runtime.files import UserError
+from lookup import UserError
 
 # What other launchers say of their processes. Each would train alone, all on one GPU.
 LAUNCHERS = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"

@@ -56,7 +56,7 @@ class Record:
             with open(self.out / f"{name}.jsonl", "a", encoding="utf-8") as file:
                 file.write(as_lines(records))
 
-    def step(self, done, rollout, metrics):
+    def add(self, done, rollout, metrics):
         """Writes a step's numbers and the first rank's pictures, its checkpoint, and its line."""
         self.done = done
         group_size = len(rollout.images) // len(rollout.prompts)
@@ -209,12 +209,13 @@ class Clock:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # or the time would end while it is at work
                 peak = torch.cuda.max_memory_allocated(self.device) / 1e9
-                torch.cuda.reset_peak_memory_stats(self.device)
                 for name in ("gpu_gb", f"gpu_gb/{self.phase}"):
                     self.timings[name] = max(peak, self.timings[name])
             seconds = time.perf_counter() - self.began
             for name in ("seconds", f"seconds/{self.phase}"):
                 self.timings[name] += seconds
+        if then is not None and self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.phase = then
         self.bar.set_description_str(then)
         self.began = time.perf_counter()
@@ -227,14 +228,16 @@ class Clock:
 
     def count(self, unit, items, total, done=0):
         """The items. In a terminal a bar counts them up to `total`, from `done` on."""
-        outer = self.bar
+        outer, was_hidden = self.bar, self.bar.disable
+        outer.clear()
+        outer.disable = True  # one bar at a time
         hidden = ranks.rank() > 0 or None  # None: it is where there is no terminal
-        options = {"dynamic_ncols": True, "leave": False, "disable": hidden}
+        options = {"dynamic_ncols": True, "leave": False, "position": 0, "disable": hidden}
         with tqdm(total=total, initial=done, unit=unit, **options) as self.bar:
             for item in items:
                 yield item
                 self.bar.update()
-        self.bar = outer
+        self.bar, outer.disable = outer, was_hidden
         outer.unpause()
 
 

@@ -15,12 +15,12 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 from grpo import GRPOSettings
+from lookup import Own, UserError, download
 from rewards import REWARDS
-from runtime.files import UserError, download
 from runtime.folder import OF_RUN
 from runtime.terminal import option, readable, say
 
-TINY = "tiny-glm-image"  # find_path finds it in the project
+TINY = Own("tiny-glm-image")
 RELEASE = "zai-org/GLM-Image"
 
 
@@ -32,8 +32,6 @@ class Settings(GRPOSettings):
     During a run only `micro_batch_size` changes: gpu/memory.py halves it when memory runs out.
     """
 
-    script: ClassVar[str] = "train.py"  # whose settings these are
-
     # ---- model and data
 
     # folder or hub id of a GLM-Image pipeline (default: GLM-Image with a GPU, else tiny)
@@ -42,7 +40,7 @@ class Settings(GRPOSettings):
     # --steps 0 only evaluate them
     adapter: str = None
     # text file, one prompt per line; or .jsonl, with columns for rewards
-    prompts: str = "prompts/train.txt"
+    prompts: str = Own("prompts/train.txt")
     # folder with a picture per prompt, sorted by name, or with those that rows of a .jsonl name as
     # "target" (default: the file's folder); or my_file.py:function, which draws them
     targets: str = None
@@ -93,7 +91,7 @@ class Settings(GRPOSettings):
     # ---- evaluation, before and after
 
     # prompts that are never trained on, one per line
-    eval_prompts: str = "prompts/heldout.txt"
+    eval_prompts: str = Own("prompts/heldout.txt")
     # the same of the held-out prompts
     eval_targets: str = None
     # rewards that are reported and never trained on; where the first is 0 for a picture (and only
@@ -138,7 +136,7 @@ class Settings(GRPOSettings):
 
     # Other defaults for the tiny family, see is_tiny: a run of minutes on one CPU core.
     tiny: ClassVar[dict] = {
-        "prompts": f"{TINY}/prompts.txt",
+        "prompts": Own(f"{TINY}/prompts.txt"),
         # The tiny model's own judge: it needs no download.
         "reward": "facts",
         # 64 pictures take a few seconds, and make the gradient less noisy than 16 would.
@@ -158,7 +156,7 @@ class Settings(GRPOSettings):
         # Plain shapes need no more steps, and no guidance.
         "decode_steps": 6,
         "guidance_scale": 1.0,
-        "eval_prompts": f"{TINY}/heldout.txt",
+        "eval_prompts": Own(f"{TINY}/heldout.txt"),
         "eval_reward": "correct,clean,variety",
         # All held-out prompts.
         "eval_count": 48,
@@ -177,8 +175,15 @@ class Settings(GRPOSettings):
         if self.height % 32 or self.width % 32:
             size = f"{self.height} and {self.width}"
             raise UserError(f"--height and --width must be multiples of 32, got {size}")
-        if self.resume and self.out:
-            raise UserError("--resume names the folder: leave out --out")
+
+    def not_default(self):
+        """The names of settings that are not the defaults of the model."""
+        defaults = {each.name: each.default for each in fields(self)}
+        defaults |= self.tiny if is_tiny(self.model) else {}
+        names = defaults.keys() - {"model", "adapter", "out", "resume"}
+        # What "auto" has become is no choice.
+        decided = lambda name: defaults[name] in (getattr(self, name), "auto")
+        return [name for name in vars(self) if name in names and not decided(name)]
 
     def for_evaluation(self):
         """As the model is used after training."""
@@ -309,18 +314,20 @@ def argument_of(hint):
     return {"type": os.path.expanduser if hint is str else hint, "metavar": hint.__name__.upper()}
 
 
-def parse_settings(arguments=None, kind=Settings):
+def parse_settings(arguments=None, kind=Settings, script="train.py"):
     """The Settings of a command line.
 
     Its flags come before the settings in --config, or in the folder of --resume, and these before
-    the model's defaults. kind: the class, in examples/ another than Settings.
+    the model's defaults. kind: the class, in examples/ another than Settings. script: its name.
     """
     parser = build_parser(kind)
     given = vars(parser.parse_args(arguments))
     if "resume" in given:
-        given.setdefault("config", str(Path(given["resume"], "settings.json")))
+        if given.keys() & {"out", "config"}:
+            raise UserError("--resume names the folder and its settings: leave out --out, --config")
+        given["config"] = str(Path(given["resume"], "settings.json"))
     if config := given.pop("config", None):
-        given = read_settings(config, parser, kind) | given
+        given = read_settings(config, parser, script) | given
     for prefix in ("", "eval_"):
         if f"{prefix}prompts" in given:  # the default targets are not theirs
             given = {f"{prefix}targets": None} | given
@@ -335,13 +342,16 @@ def parse_settings(arguments=None, kind=Settings):
     return settings
 
 
-def read_settings(file, parser, kind):
-    """The settings in a JSON file, such as a run's settings.json, as if they were flags."""
+def read_settings(file, parser, own):
+    """The settings in a JSON file, such as a run's settings.json, as if they were flags.
+
+    own: the script that reads them.
+    """
     hint = '; --resume is the folder of a run, --config a file such as {"steps": 50, "lr": 1e-4}'
     with readable(f"read {file}", hint):
         values = dict(json.loads(Path(file).read_text("utf-8-sig")))
-    if (script := values.get("script", kind.script)) != kind.script:
-        raise UserError(f"{file} is of a run of {script}: give it to that")
+    if (script := values.get("script", own)) != own:
+        raise UserError(f"{file} is of a run of {script}, not of {own}: give it to that")
     given = {name: x for name, x in values.items() if x is not None and name not in OF_RUN}
     with readable(f"use {file}"):
         return vars(parser.parse_args([f"{option(name)}={x}" for name, x in given.items()]))

@@ -3,13 +3,14 @@
 import os
 import sys
 from contextlib import contextmanager, suppress
+from textwrap import shorten
 
 import torch
 from tqdm import tqdm
 
 from grpo import NotFinite
+from lookup import UserError
 from runtime import ranks
-from runtime.files import UserError
 
 
 def option(name):
@@ -32,7 +33,7 @@ def readable(what, hint=""):
     try:
         yield
     except Exception as error:  # each library that reads files has its own
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        reason = shorten(str(error), 500) or type(error).__name__
         raise UserError(f"cannot {what} ({reason}){hint}") from error
 
 
@@ -86,3 +87,15 @@ def exit_code(run):
         )
     print(f"error: {message}", file=sys.stderr)
     return 2
+
+
+def leave(code):
+    """Ends the program with an exit code of exit_code().
+
+    After Ctrl-C as Python does by itself, but without a traceback: a shell ends its loop over runs
+    only if the program died of the signal.
+    """
+    if code == 130 and os.name == "posix":
+        sys.excepthook = lambda *error: None
+        raise KeyboardInterrupt
+    sys.exit(code)

@@ -22,6 +22,9 @@ import pytest
 import torch
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the same tests wherever they run
+os.environ.pop("HF_HUB_OFFLINE", None)
+# A shell starts the background jobs of a script with Ctrl-C ignored, and so would be ours.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
 if "OMP_NUM_THREADS" not in os.environ:
     # Threads spin at the barriers of matrices this small: a second one gains nothing, and beside a
@@ -37,11 +40,11 @@ from world import draw
 
 import train
 from glm_image import editing, model
+from lookup import UserError, forget_modules
 from runtime import cpu
 from runtime.adapters import find_adapters
 from runtime.cpu import Plan, SharedForward
 from runtime.data import Prompt
-from runtime.files import UserError, forget_modules
 from runtime.record import Clock
 
 gc.freeze()  # millions of objects of the libraries, which no collection needs to look at again
@@ -83,7 +86,7 @@ def pytest_configure(config):
         # Windows would read a text file without an encoding in its code page. Python says so only
         # under PYTHONWARNDEFAULTENCODING=1, as in .ci/run.
         "ignore::EncodingWarning",
-        "error::EncodingWarning:(runtime|glm_image|gpu|reward_models|viewer|benchmarks|__main__)",
+        "error::EncodingWarning:(lookup|runtime|glm_image|gpu|reward_models|viewer|benchmarks|__main__)",
     ):
         config.addinivalue_line("filterwarnings", warning)
     if "s" not in config.option.reportchars:
@@ -130,7 +133,9 @@ def run_class_of(words):
         file = Path(words[words.index("--resume") + 1], "settings.json")
         with suppress(OSError, ValueError):
             script = json.loads(file.read_text())["script"]
-            return {each.Settings.script: each for each in (train.Run, DecoderRun, EditRun)}[script]
+            return {train.script_of(each): each for each in (train.Run, DecoderRun, EditRun)}[
+                script
+            ]
     if "--train" in words:
         return DecoderRun
     return EditRun if {"--sources", "--eval-sources"} & {*words} else train.Run
@@ -138,7 +143,8 @@ def run_class_of(words):
 
 def tiny_settings(*flags):
     words = ["--model", TINY.name, *words_of(flags)]
-    return train.parse_settings(words, run_class_of(words).Settings)
+    run_class = run_class_of(words)
+    return train.parse_settings(words, run_class.Settings, train.script_of(run_class))
 
 
 def build_run(settings, pipe=None):

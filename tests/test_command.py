@@ -43,10 +43,10 @@ from safetensors.torch import load_file
 import train
 from glm_image.model import load
 from grpo import compute_advantages
+from lookup import UserError
 from rewards import REWARDS, Reward
 from runtime import evaluation, model_card, ranks, settings, terminal
 from runtime.data import parse_rewards
-from runtime.files import UserError
 from runtime.metrics import reward_metrics
 from runtime.record import RECORDS, Clock
 from runtime.words import LINE, format_step

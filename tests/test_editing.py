@@ -41,8 +41,8 @@ from glm_image.editing import (
     read_sources,
 )
 from glm_image.model import GlmImage, for_decoder
+from lookup import UserError
 from runtime.data import Prompt, parse_rewards
-from runtime.files import UserError
 from runtime.settings import RELEASE
 
 WISH = "make the circle blue"

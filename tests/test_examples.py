@@ -139,7 +139,7 @@ def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, ca
     facts = lambda images, prompts: my_reward.blueness(images)
     judges = {"facts": facts, "correct": lambda images, prompts: check.clean(images)}
     load = lambda name: judges[name.partition(":")[2]]
-    monkeypatch.setattr("runtime.files.load_from_file", load)
+    monkeypatch.setattr("lookup.load_from_file", load)
     code = (ROOT / "examples" / "pictures.py").read_text()
     fewer = {"= 4, 16, 20": "= 2, 3, 2", "eval_prompts), 48": "eval_prompts), 6"}
     for many, few in fewer.items():

@@ -53,9 +53,9 @@ from gpu.forward import (
 from gpu.memory import plan
 from gpu.model import compile_decoder, round_weights, sizes, token_forward
 from grpo import GRPO, Offload, generate_with_logprobs
+from lookup import UserError
 from runtime import cpu, ranks
 from runtime.cpu import SharedForward
-from runtime.files import UserError
 from runtime.folder import values_of
 from runtime.settings import RELEASE, parse_settings
 from test_grpo import glm_prompts, reread, text_model, with_adapter

@@ -27,12 +27,12 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 import rewards
 from glm_image.model import load
 from grpo import compute_advantages
+from lookup import forget_modules
 from reward_models import lend_gpu
 from reward_models.clip import Clip
 from reward_models.text import Text, infix_distance, quoted
 from rewards import Reward
 from runtime.data import check_parameters, parse_rewards
-from runtime.files import forget_modules
 from runtime.settings import read_config
 
 NAN = math.nan

@@ -6,13 +6,16 @@ Everything here is a run of train.main on short pictures; see conftest.py.
 
 import dataclasses
 import errno
+import importlib
 import json
 import os
 import pickle
 import random
+import runpy
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -24,6 +27,7 @@ import torch
 import train_edits
 from conftest import (
     QUICK,
+    ROOT,
     adapter_of,
     build_run,
     error_from,
@@ -44,8 +48,10 @@ from train_decoder import DecoderSettings
 
 import train
 from glm_image.decoder import DecoderGRPO
-from runtime.adapters import CONFIG, WEIGHTS, find_adapters
+from runtime.adapters import CONFIG, WEIGHTS, copy_adapters, find_adapters
 from runtime.folder import MAY_CHANGE, WHOLE, newest
+
+SCRIPTS = "examples/train_decoder.py", "examples/train_edits.py"
 
 
 def error_of(capsys):
@@ -153,8 +159,8 @@ def test_a_resumed_run_takes_only_what_may_change(quick, one_step, capsys):
     assert resume("run", "--out other") == 2
     assert "leave out --out" in error_of(capsys)
     assert train.main(["--resume", "run"], train_edits.EditRun) == 2
-    words = f"{Path('run/settings.json')} is of a run of train.py: give it to that"
-    assert error_of(capsys).endswith(words)
+    words = f"{Path('run/settings.json')} is of a run of train.py, not of examples/train_edits.py"
+    assert words in error_of(capsys)
     assert resume("nothing") == 2
     assert f"cannot read {Path('nothing/settings.json')} ([Errno 2] No such" in error_of(capsys)
     assert resume("run --micro-batch-size 1 --save-every 1 --steps 2 --lr 0.002") == 0
@@ -217,6 +223,33 @@ def test_a_resume_stops_where_a_reward_file_is_another(quick, capsys):
     assert [each["reward"] for each in records("run/metrics.jsonl")] == [0.5, 0.5, 0.75]
 
 
+@pytest.mark.parametrize("name", ["helper.py", "draw.py"])
+def test_a_resume_warns_where_other_modules_of_the_users_are_others(quick, capsys, name):
+    """What a reward file imports; and the functions that draw targets."""
+    Path("helper.py").write_text("VALUE = 1\n")
+    Path("mine.py").write_text("from helper import VALUE\nf = lambda images: [VALUE, 2]\n")
+    draw = "from PIL import Image\nt = lambda: [Image.new('RGB', (32, 32), 'red')] * 2\n"
+    Path("draw.py").write_text(draw)
+    flags = "--reward mine.py:f,mse --targets draw.py:t --eval-targets draw.py:t"
+    assert quick(flags, "--steps 1 --out run") == 0
+    assert resume("run") == 0 and "began" not in capsys.readouterr().out
+    Path(name).write_text(Path(name).read_text() + "MORE = 1\n")
+    assert resume("run") == 0
+    assert "warning: run began with your code " in capsys.readouterr().out
+
+
+def test_a_run_of_a_users_own_script_is_resumed_by_that_script_alone(quick, capsys, monkeypatch):
+    Path("own.py").write_text("import train\n\nclass Own(train.Run):\n    pass\n")
+    monkeypatch.syspath_prepend(Path.cwd())
+    own, flags = importlib.import_module("own"), ["--steps", "0", "--out", "run"]
+    assert train.main([*QUICK, *flags], own.Own) == 0
+    script = json.loads(Path("run/settings.json").read_text())["script"]
+    assert script == str(Path("own.py").resolve())
+    assert resume("run", run_class=train.Run) == 2
+    assert f"is of a run of {script}, not of train.py" in error_of(capsys)
+    assert resume("run", run_class=own.Own) == 0
+
+
 def test_zero_steps_evaluates_only(judged, one_step, capsys):
     assert judged("--steps 0 --out base") == 0
     assert "warning: cannot show" not in capsys.readouterr().out
@@ -250,7 +283,7 @@ def test_a_second_stage_starts_from_an_adapter_which_is_its_reference(judged, on
     assert resume("stopped", "--steps 2") == 0
     same_run("straight", "stopped")
     begun = train.parse_settings(["--config", "straight/settings.json"]).adapter
-    assert begun == "downloaded"  # as it was given
+    assert begun == "downloaded"
     assert judged("--adapter nowhere") == 2
     assert "--adapter nowhere: no run, no checkpoint and no adapter" in error_of(capsys)
 
@@ -321,6 +354,17 @@ def test_an_adapter_is_found_in_a_run_in_a_checkpoint_and_alone(one_step, tmp_pa
     assert find(one_step) == find(saved) == {"adapter": saved / "adapter"}
     assert find(tmp_path) == {"adapter": own, "decoder-adapter": of_decoder}
     assert find(own) == {"adapter": own} and find(of_decoder) == {"decoder-adapter": of_decoder}
+
+
+def test_half_a_copy_is_no_adapter(one_step, tmp_path, monkeypatch):
+    """Also over an older copy: a second Ctrl-C may end an export."""
+    own = {"adapter": one_step / "adapter"}
+    copy_adapters(own, tmp_path)
+    copies = Mock(side_effect=[None, KeyboardInterrupt])
+    monkeypatch.setattr(shutil, "copyfile", copies)
+    with pytest.raises(KeyboardInterrupt):
+        copy_adapters(own, tmp_path)
+    assert "no adapter is there" in error_from(find_adapters, tmp_path / "adapter")
 
 
 def test_an_adapters_dropout_does_not_act(one_step, tmp_path, monkeypatch):
@@ -418,7 +462,7 @@ def test_a_run_that_diverges_ends_in_one_line(quick, capsys):
         assert "sampled log-probs are not finite" in error_of(capsys)
 
 
-def test_a_folder_without_a_record_is_taken_again_and_no_other(quick, start, capsys):
+def test_a_folder_without_a_step_is_taken_again_and_no_other(quick, start, capsys):
     """Of a run that was killed as its models loaded; a folder that was there before stays, and so
     does what others put in it."""
     killed = start(*QUICK, "--out", "run", prepare=kill_as_models_load)
@@ -436,6 +480,17 @@ def test_a_folder_without_a_record_is_taken_again_and_no_other(quick, start, cap
     assert Path("mine/start/thesis.txt").exists() and "mine is not empty" in error_of(capsys)
     assert quick("--steps 1 --out mine/settings.json/run") == 2
     assert "cannot use the folder mine/settings.json/run (" in error_of(capsys)
+
+
+def test_a_run_that_fails_in_its_first_step_is_in_nobodys_way(judged, capsys):
+    """What it has judged goes with it. A run that only judges is whole."""
+    fails = write_reward("if call == 3:\n    return [torch.inf] * len(images)")
+    assert judged(*fails, "--steps 1 --out run") == 2
+    assert steps_of("run/evaluation.jsonl") == [0]
+    assert judged("--reward mse --steps 0 --out run") == 0
+    (found,) = records("run/evaluation.jsonl")
+    assert "reward/mse" in found and "reward/mine.py:reward" not in found
+    assert judged("--steps 0 --out run") == 2 and "run is not empty" in error_of(capsys)
 
 
 def kill_as_models_load():
@@ -532,6 +587,9 @@ def test_ctrl_c_leaves_the_newest_checkpoint(judged, capfd, call, saved):
     assert judged(*reward, "--steps 9 --save-every 2 --eval-every 0 --out 'the run'") == 130
     output = capfd.readouterr().out
     assert f"\n{saved} steps, " in output and "\ncontinue with --resume the run" in output
+    if call == 6:
+        ended = "ended after 3 of 9 steps, of which 2 are saved: --resume"
+        assert ended in Path("the run/index.html").read_text()
     card, adapter = Path("the run/adapter/README.md"), "adapter/adapter_model.safetensors"
     assert card.exists() == bool(saved)
     if saved:
@@ -541,6 +599,25 @@ def test_ctrl_c_leaves_the_newest_checkpoint(judged, capfd, call, saved):
     assert resume("'the run' --steps 4") == 0
     assert steps_of("the run/metrics.jsonl") == [1, 2, 3, 4]
     assert steps_of("the run/evaluation.jsonl") == [0, 4]
+
+
+def test_ctrl_c_ends_the_loop_of_a_shell():
+    """Which goes on after an exit code, also of 130. A terminal tells all processes."""
+    press = "import os, signal\nfrom runtime.terminal import exit_code, leave\n"
+    press += "leave(exit_code(lambda: os.killpg(0, signal.SIGINT)))"
+    loop = f"for run in 1 2; do {sys.executable} -c '{press}'; echo ended $?; done"
+    options = {"cwd": ROOT, "start_new_session": True, "capture_output": True, "text": True}
+    done = subprocess.run(["bash", "-c", loop], check=False, **options)
+    assert done.returncode == -signal.SIGINT and done.stdout == done.stderr == ""
+
+
+@pytest.mark.parametrize("script", ["train.py", *SCRIPTS])
+def test_scripts_leave_with_their_code(monkeypatch, script, capsys):
+    codes = []
+    monkeypatch.setattr("runtime.terminal.leave", codes.append)
+    monkeypatch.setattr(sys, "argv", [script, "--steps", "-1"])
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert codes == [2] and "--steps must be at least 0" in error_of(capsys)
 
 
 def test_ctrl_c_in_an_update_leaves_no_half_step(judged, monkeypatch):

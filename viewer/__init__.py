@@ -12,6 +12,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from runtime import folder
 from runtime.record import RECORDS, read_jsonl
 from runtime.words import format_number, sides
 from viewer.page import draw_page
@@ -27,6 +28,8 @@ class RunFiles:
     metrics: list  # of each step, {name: number or None}
     groups: dict  # {step: of each prompt its rewards, advantages and pictures}
     evaluations: list
+    saved: int  # steps that --resume need not make again
+    is_running: bool
 
     def before_after(self):
         """The prompts that evaluations show: [(prompt, its type, [its pictures of each side])].
@@ -61,7 +64,8 @@ def read(out):
     for group in groups:
         if group["step"] in of_steps:  # a run that resumes has rewritten the metrics first
             of_steps[group["step"]].append(group)
-    return RunFiles(out, settings, metrics, of_steps, evaluations)
+    state = folder.steps_saved(out), folder.is_running(out)
+    return RunFiles(out, settings, metrics, of_steps, evaluations, *state)
 
 
 def show(out):

@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 from string import Template
 from urllib.parse import quote
 
+from runtime.terminal import option
 from runtime.words import (
     LINE,
     counted,
@@ -68,12 +69,16 @@ def summary(run):
 
 
 def state(run):
-    """Whether the run is complete, or how far it was."""
-    made = f"{len(run.metrics)} of {counted(run.settings['steps'], 'step')}"
-    if len(run.metrics) == run.settings["steps"]:
-        return f"The run is complete: {made}."
-    now = f"{datetime.now():%Y-%m-%d %H:%M}"
-    return f"{made} when this page was drawn, {now}. If it has ended, --resume continues it."
+    """Whether the run is complete, goes on, or was ended."""
+    made, steps = len(run.metrics), run.settings["steps"]
+    words = f"{made} of {counted(steps, 'step')}"
+    if made == steps == run.evaluations[-1]["step"]:
+        return f"The run is complete: {words}."
+    if run.is_running:
+        now = f"{datetime.now():%Y-%m-%d %H:%M}"
+        return f"The run goes on: {words} when this page was drawn, {now}."
+    words += f", of which {run.saved} are saved" if run.saved < made else ""
+    return f"The run was ended after {words}: --resume with its folder continues it."
 
 
 def facts(run):
@@ -85,6 +90,8 @@ def facts(run):
     yield "Prompts", f"{settings['prompts']}; held out: {settings['eval_prompts']}"
     yield "Reward", settings["reward"]
     yield "Judged by", settings["eval_reward"]
+    flags = [f"{option(name)} {settings[name]}" for name in settings["not_default"]]
+    yield "Not the default", " ".join(flags) or "nothing"
     yield "A run like it", f"python {settings['script']} --config settings.json"
     yield "Versions", ", ".join(f"{name} {of}" for name, of in settings["versions"].items())
 

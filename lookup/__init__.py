@@ -1,6 +1,10 @@
-"""What users name: files and folders, models on the hub, functions in files of their own."""
+"""What users name: files and folders, models on the hub, functions in files of their own.
+
+It stands below rewards.py and all that imports rewards.py.
+"""
 
 import sys
+from contextlib import chdir
 from importlib import import_module, invalidate_caches
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,10 +18,15 @@ class UserError(Exception):
     """An error that the user can fix: shown as one line, exit code 2."""
 
 
+class Own(str):
+    """A name in the project's folder, also where the working folder has the same."""
+
+
 def find_path(name):
     """A file or folder as it is named, or else as it is named in the project's folder."""
     own = ROOT / name
-    return str(own) if own.exists() and not Path(name).exists() else name
+    first = isinstance(name, Own) or not Path(name).exists()
+    return str(own) if first and own.exists() else name
 
 
 def download(name, *patterns):
@@ -32,12 +41,13 @@ def download(name, *patterns):
 
 # ---- my_file.py:function -------------------------------------------------------------------------
 
-MODULES, FOLDERS = set(), set()  # that this run has loaded, and has added to sys.path
+MODULES = {}  # {name: file} of the user's that this run has loaded, and of what they import
+FOLDERS = set()  # that this run has added to sys.path
 
 
 def find_file(name):
     """The file of my_file.py:function."""
-    path = Path(find_path(name.rpartition(":")[0]))
+    path = Path(find_path(type(name)(name.rpartition(":")[0])))
     if not path.is_file():
         raise UserError(f"the file {path} does not exist")
     return path.resolve()
@@ -57,13 +67,20 @@ def load_from_file(name):
     invalidate_caches()  # the file may be new
     spec = None if "." in module else find_spec(module)
     if spec is None or Path(spec.origin or "").resolve() != file:
-        raise UserError(f"{file} is not what Python finds as module {module!r}: rename the file")
+        way = f": {spec.origin} is in the way" if spec else ""
+        raise UserError(f"Python cannot find {file} as module {module!r}{way}; rename the file")
     if module not in MODULES:
-        MODULES.add(module)
         sys.modules.pop(module, None)
-    if not hasattr(import_module(module), function):
+    before = {*sys.modules}
+    with chdir("."):  # whatever folder the file changes to
+        found = import_module(module)
+    for new in {module, *sys.modules} - before:
+        place = Path(getattr(sys.modules[new], "__file__", None) or "/")
+        if place.is_relative_to(folder) and "site-packages" not in place.parts:
+            MODULES[new] = place
+    if not hasattr(found, function):
         raise UserError(f"{file} has no {function!r}")
-    return getattr(sys.modules[module], function)
+    return getattr(found, function)
 
 
 def forget_modules():
