@@ -538,8 +538,6 @@ def test_the_line_of_a_step_by_hand():
     assert tiny.startswith("step 3/20 | reward 1.250 +- 4e-05 | a")
     for epochs, words in ((1 / 20, "step 3/20 |"), (0.7, "step 3/20, epoch 2.1 |")):
         assert format_step(20, NUMBERS, {}, epochs).startswith(words)
-    lone = {name: x for name, x in (NUMBERS | trouble).items() if "/b" not in name}
-    assert format_step(20, lone, {}) == "step 3/20 | reward 1.250 +- 0.500"
     decoder = {**NUMBERS, "reward_std": None, "decoder/groups_without_spread": 0.5}
     decoder |= {"decoder/kl": 0.0, "decoder/reward_std": 0.0625}
     assert format_step(20, decoder, train_decoder.DecoderRecord.line).startswith(

@@ -70,14 +70,7 @@ def roll_out(run, settings):
 
 
 def two_prompts():
-    return with_targets(draw(RED_CIRCLE), draw(BLUE_CROSS))
-
-
-def with_targets(*pictures):
-    prompts = prompts_of(*PROMPTS)
-    for prompt, prompt.target in zip(prompts, pictures, strict=True):
-        pass
-    return prompts
+    return prompts_of(*PROMPTS, targets=[draw(RED_CIRCLE), draw(BLUE_CROSS)])
 
 
 def adapter(model):
@@ -242,7 +235,7 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
         given.update(prompts=prompts, targets=targets, images=len(images))
         return values
 
-    prompts = with_targets(red, blue)
+    prompts = prompts_of(*PROMPTS, targets=[red, blue])
     number = {"number": rewards.Reward("number", 1.0, number)}
     rolled, metrics = train_decoder.decoder_step(run, settings, number, prompts, 5)
     # Several rewards are made alike among those that are compared.

@@ -91,11 +91,6 @@ def test_the_table_by_hand():
         ["- mean of types", "0.700 +- 0.071", "1.000 +- 0.071"],
     ]
     assert {len(line) for line in lines} == {max(map(len, lines))} and len(lines[0]) <= 100
-    after["moved"] = 2, 3
-    title, head, _, *rows = evaluation_table([after]).splitlines()
-    moved = " (2 of the last 3 steps moved the policy)"
-    assert title == f"4 held-out prompts x 2 pictures{moved}{words}"
-    assert len(rows) == 5 and head.count("|") == 3
     after["reward"] = [1.5, 0.1]  # of two rewards there is a sum
     rows = evaluation_table([after]).splitlines()[3:6]
     assert [row.split()[1] for row in rows] == ["reward", "f.py:facts", "g.py:right"]
