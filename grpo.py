@@ -314,10 +314,10 @@ class GRPO:
         self.average = average or (lambda tensors: None)
         self.begin = begin
         self.steps = 0  # optimiser steps so far
-        self.rank = torch.distributed.get_rank() if _is_joined() else 0
         parameters = [p for each in optimizer.param_groups for p in each["params"]]
         self.parameters = [p for p in parameters if p.requires_grad]
         _check_process(self.parameters, average)
+        self.rank = torch.distributed.get_rank() if _is_joined() else 0
         # For sample() without a seed. Each process has 2**24 seeds of its own.
         self.seeds = itertools.count(2**24 * self.rank)
         # In the whole process: cuDNN's attention may give wrong tokens (pytorch 193893, trl 7181).
@@ -864,4 +864,4 @@ def _warn_of(metrics, norms, at_start, groups, model):
     if not all(norm < math.inf for norm in norms):
         signs.append("the gradient is NaN or infinite: no step was taken")
     for sign in signs:  # Python shows each once for a line that calls update
-        warnings.warn(f"{sign}; causes are in docs/numbers.md", stacklevel=3)  # at that line
+        warnings.warn(f"{sign}; causes are in docs/numbers.md", stacklevel=4)  # at that line

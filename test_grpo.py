@@ -502,6 +502,7 @@ def test_each_mini_batch_is_a_step_of_the_formula_over_its_own_groups(iterations
     barrier, sent = threading.Barrier(processes), {}
 
     def average(tensors):
+        assert {tensor.dtype for tensor in tensors} == {torch.float32}  # Apple has no doubles
         sent[threading.get_ident()] = [tensor.clone() for tensor in tensors]
         barrier.wait()
         for i, tensor in enumerate(tensors):
@@ -893,6 +894,12 @@ def test_a_prompt_on_the_gpu_comes_to_the_cpu_where_its_tokens_are():
 
     (group,) = trainer().sample([(LONG.as_subclass(Far), None, 2)], 2, 0)
     assert type(group.prompt_ids) is torch.Tensor
+
+
+@pytest.mark.skipif(not torch.backends.mps.is_available(), reason="there is no Apple GPU")
+def test_a_step_on_an_apple_gpu():
+    _, metrics = step(trainer(with_adapter(text_model()).to("mps"), kl_coef=0.1), "one")
+    assert metrics["mean_logprob_gap"] < 1e-3 and metrics["grad_norm"] > 0
 
 
 def test_models_take_turns_on_the_gpu(monkeypatch):

@@ -232,7 +232,7 @@ class CheckedGRPO(GRPO):
         gap = torch.inf
         with suppress(NotFinite), torch.no_grad():
             groups = super().sample(*given, **named)
-            rows = self.split(groups[0])[0]  # one micro-batch
+            rows = self.micro_batches(groups[0])[0]  # one micro-batch
             gaps = self.logprobs(groups[0], rows) - groups[0].old_logprobs[rows]
             gap = gaps.abs().mean().item()
         self.checked = True  # not if memory has run out: the samples are then drawn again

@@ -75,7 +75,7 @@ def load_from_file(name):
     with chdir("."):  # whatever folder the file changes to
         found = import_module(module)
     for new in {module, *sys.modules} - before:
-        place = Path(getattr(sys.modules[new], "__file__", None) or "/")
+        place = Path(getattr(sys.modules[new], "__file__", None) or "/").resolve()
         if place.is_relative_to(folder) and "site-packages" not in place.parts:
             MODULES[new] = place
     if not hasattr(found, function):

@@ -133,7 +133,7 @@ def begin(settings, script, data):
     """
     out = Path(settings.out).absolute()
     if ranks.rank() == 0:
-        values = values_of(settings, script)
+        values = values_of(settings, script, data)
         if settings.resume:
             values["versions"] = refuse_changes(settings.out, values, data)
         else:
@@ -188,23 +188,25 @@ def reward_files(data):
     return {Path(each.own).name: find_file(each.source) for each in data.own()}
 
 
-def values_of(settings, script):
+def values_of(settings, script, data):
     """What settings.json has."""
+    own = reward_files(data).values()
     values = {name: x for name, x in vars(settings).items() if name not in ("out", "resume")}
-    of_run = script, ranks.count(), versions(), settings.not_default()
+    of_run = script, ranks.count(), versions(own), settings.not_default()
     return values | dict(zip(OF_RUN, of_run))
 
 
-def versions():
+def versions(own=()):
     """{name: version} of what makes a run's numbers.
 
-    Of the project a hash of its code, and for people the commit, where git knows it. Of the user's
-    own files, and of what they import, a hash, too.
+    Of the project a hash of its code, and for people the commit, where git knows it. A hash, too,
+    of what the user's reward files, `own`, import, and of functions that draw pictures.
     """
     found = {name: version(name) for name in ("torch", "transformers", "diffusers", "peft")}
     code = [file for each in CODE for file in sorted(ROOT.glob(each))]
     found["code"] = hash_of(code)
-    found["your code"] = hash_of(sorted({*MODULES.values()} - {*code}))
+    beside = {*MODULES.values()} - {*code, *own}
+    found["your modules"] = hash_of(sorted(beside))
     if (ROOT / ".git").exists():  # or git would describe another project around this folder
         describe = "git", "-C", str(ROOT), "describe", "--always", "--dirty"
         with suppress(OSError):

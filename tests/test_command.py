@@ -80,6 +80,17 @@ def test_a_run_leaves_every_promised_file(one_step):
     assert vars(again).items() - {"out": None, "resume": None}.items() <= saved.items()
 
 
+def test_an_error_of_several_lines_is_one_line():
+    """The first line of huggingface_hub's errors says nothing."""
+
+    def ask_the_hub():
+        with terminal.readable("load x/y", "; give a folder"):
+            raise OSError("401 Client Error. (Request ID: 1)\n\nRepository Not Found for x/y.")
+
+    line = "401 Client Error. (Request ID: 1) Repository Not Found for x/y."
+    assert error_from(ask_the_hub) == f"cannot load x/y ({line}); give a folder"
+
+
 def test_an_adapter_has_a_card_as_the_hub_reads_it(one_step):
     card = ModelCard.load(one_step / "adapter" / "README.md")
     assert card.data.to_dict() == {
@@ -91,7 +102,7 @@ def test_an_adapter_has_a_card_as_the_hub_reads_it(one_step):
     numbers = [f"{side['reward/mse'][0]:.3f}" for side in (before, after)]
     assert re.search(rf"\| mse +\| {' +[|] '.join(numbers)} +\|\n", card.text)
     assert "from 1 step of GRPO.\n\n![Held-out prompts before" in card.text
-    assert "`python train.py --config settings.json` begins a run like it." in card.text
+    assert "with `--config settings.json` the trainer begins a run like it." in card.text
     name = "before-after.png"
     assert (one_step / name).read_bytes() == (one_step / "adapter" / name).read_bytes()
     text = (one_step / "adapter/settings.json").read_text()
@@ -241,7 +252,8 @@ def test_a_run_begins_with_the_settings_of_another(quick, tmp_path, capsys):
     """Flags win."""
     assert quick(BOTH, "--steps 1 --reward mse --targets targets --out run") == 0
     of_run = json.loads(Path("run/settings.json").read_text())
-    parsed = lambda *flags: vars(train.parse_settings(flags, train_decoder.DecoderSettings))
+    kind = train_decoder.DecoderSettings, "examples/train_decoder.py"
+    parsed = lambda *flags: vars(train.parse_settings(flags, *kind))
     again = parsed("--config", "run/settings.json", "--lr", "0.25")
     differ = {name for name in of_run if name in again and again[name] != of_run[name]}
     assert differ == {"lr"} and again["lr"] == 0.25
@@ -259,7 +271,7 @@ def test_a_run_begins_with_the_settings_of_another(quick, tmp_path, capsys):
         Path("own.json").write_text(text)
         assert words in error_from(parsed, "--config", "own.json", "--reward", "mse")
     line = error_from(train.parse_settings, ["--config", "run/settings.json"])
-    assert line == "run/settings.json is of a run of examples/train_decoder.py: give it to that"
+    assert line == f"run/settings.json is of a run of {kind[1]}, not of train.py: give it to that"
 
 
 def test_the_start_shows_how_much_there_is_to_do(monkeypatch, capsys):

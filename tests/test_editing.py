@@ -271,7 +271,6 @@ def test_the_adapter_edits_in_the_stock_pipeline(edited, tmp_path, monkeypatch):
 
 def test_the_card_of_an_adapter_for_edits_says_how_they_are_called(edited):
     card = (edited / "adapter" / "README.md").read_text()
-    assert "`python examples/train_edits.py --config settings.json`" in card
     assert "docs/decoder.md" in card
 
 

@@ -234,7 +234,7 @@ def test_the_cells_of_the_notebook_run(judged, tmp_path, monkeypatch):
     short += " --eval-decode-steps 1 --prompts-per-step 2 --group-size 2"
     short = short.split()
     parse = train.parse_settings
-    parse_short = lambda arguments, kind=train.Settings: parse([*reward, *arguments, *short], kind)
+    parse_short = lambda arguments, *kind: parse([*reward, *arguments, *short], *kind)
     monkeypatch.setattr(train, "parse_settings", parse_short)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))

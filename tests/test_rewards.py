@@ -5,6 +5,7 @@ import asyncio
 import importlib.util
 import json
 import math
+import os
 import pickle
 import shutil
 import sys
@@ -17,7 +18,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, TINY, error_from, prompts_of
+from conftest import CPU, TINY, error_from, prompts_of, records
 from diffusers import GlmImagePipeline
 from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import load_file, save_file
@@ -564,14 +565,48 @@ def test_a_file_of_rewards_is_a_module(tmp_path, monkeypatch):
     assert Path("ran").read_text() == "x" and pickle.loads(pickle.dumps(first.function))() == 7
     for name in ("json", "rewards", "this", "my.own", "b/my_own"):
         Path(f"{name}.py").touch()
-        with pytest.raises(
-            rewards.UserError, match="is not what Python finds as module '.*': rename"
-        ):
-            loaded(f"{name}.py:f")
+        in_the_way = f"': {sys.modules[name].__file__} is in" if name in sys.modules else "rename"
+        error = error_from(loaded, f"{name}.py:f")
+        assert error.startswith(f"Python cannot find {tmp_path}") and in_the_way in error
     forget_modules()
     assert sys.path == path
     (other,) = loaded("b/my_own.py:Own").values()
     assert other.function() == 8
+
+
+def test_a_file_of_rewards_that_another_imports_runs_once(tmp_path, monkeypatch):
+    """Whichever comes first."""
+    monkeypatch.chdir(tmp_path)
+    for other in ("a", "c"):
+        Path(f"{other}.py").write_text("from b import f\n")
+    Path("b.py").write_text("open('ran', 'a').write('x')\ndef f():\n    pass\n")
+    found = loaded("a.py:f,b.py:f,c.py:f").values()
+    assert Path("ran").read_text() == "x" and len({each.function for each in found}) == 1
+
+
+@pytest.fixture
+def switches():
+    """What a file of the user's may turn, as it was."""
+    dtype, gradients, folder = torch.get_default_dtype(), torch.is_grad_enabled(), Path.cwd()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(gradients)
+    os.chdir(folder)
+
+
+@pytest.mark.parametrize(
+    "switch",
+    ["torch.set_default_dtype(torch.bfloat16)", "torch.set_grad_enabled(False)", "os.chdir('/')"],
+)
+def test_what_a_file_turns_at_its_top_changes_no_step(switches, quick, switch):
+    """bfloat16 would make these rewards equal."""
+    Path("mine.py").write_text(
+        f"import os, torch\n\n{switch}\n\ndef f(images):\n    return [0.21, 0.2102]\n"
+    )
+    assert quick("--reward mine.py:f --steps 1 --out run") == 0
+    (numbers,) = records("run/metrics.jsonl")
+    assert numbers["grad_norm"] > 0 and numbers["groups_without_spread"] == 0
+    assert numbers["reward_std"] == pytest.approx(2e-4 / 2**0.5, rel=1e-3)
 
 
 def test_weights_are_loaded_without_pickle(tmp_path):

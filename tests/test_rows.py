@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,7 @@ def test_a_row_is_a_prompt_with_columns(tmp_path):
         ("rows.jsonl", '{"prompt": "a ring"', "cannot read line 1"),
         ("rows.jsonl", '\n{"text": "a ring"}', "cannot read line 2 ('prompt')"),
         ("rows.jsonl", '["a ring"]', "an example"),
+        ("rows.jsonl", '{"prompt": " "}', """cannot read line 1 (its "prompt" is no text);"""),
         ("rows.jsonl", '{"prompt": null}', """cannot read line 1 (its "prompt" is no text);"""),
         ("a.txt", "\na ring\n<|image|>", "line 3 of"),
         ("latin.txt", b"caf\xe9", "'utf-8' codec can't decode"),
@@ -178,7 +180,7 @@ def test_a_run_names_what_made_it(quick, one_step, monkeypatch, capsys):
     assert made == versions() and made.keys() > {"torch", "code", "commit"}
     shutil.copytree(one_step, "run")
     assert resume("run --steps 1") == 0 and "began with" not in capsys.readouterr().out
-    monkeypatch.setattr("runtime.folder.versions", lambda: made | {"torch": "9"})
+    monkeypatch.setattr("runtime.folder.versions", lambda own: made | {"torch": "9"})
     for _ in range(2):
         assert resume("run --steps 1") == 0
         words = f"warning: run began with torch {made['torch']} (now 9): numbers may differ"
@@ -187,11 +189,15 @@ def test_a_run_names_what_made_it(quick, one_step, monkeypatch, capsys):
 
 
 def test_code_is_told_apart_without_git(tmp_path, monkeypatch):
-    """And what users put beside it is none of it."""
-    monkeypatch.setattr("runtime.folder.ROOT", tmp_path)
-    (tmp_path / "runtime").mkdir()
+    """And what users put beside it is none of it. Unpacked within another project it has no
+    commit."""
+    git = "git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"
+    for words in ("init -q", "commit -q --allow-empty -m x"):
+        subprocess.run([*git, *words.split()], check=True)
+    monkeypatch.setattr("runtime.folder.ROOT", root := tmp_path / "unpacked")
+    (root / "runtime").mkdir(parents=True)
     found = []
     for name in ("grpo.py", "runtime/data.py", "my_reward.py"):
-        (tmp_path / name).write_text(name)
+        (root / name).write_text(name)
         found.append(versions()["code"])
-    assert found[0] != found[1] == found[2]
+    assert found[0] != found[1] == found[2] and "commit" not in versions()

@@ -235,7 +235,7 @@ def test_a_resume_warns_where_other_modules_of_the_users_are_others(quick, capsy
     assert resume("run") == 0 and "began" not in capsys.readouterr().out
     Path(name).write_text(Path(name).read_text() + "MORE = 1\n")
     assert resume("run") == 0
-    assert "warning: run began with your code " in capsys.readouterr().out
+    assert "warning: run began with your modules " in capsys.readouterr().out
 
 
 def test_a_run_of_a_users_own_script_is_resumed_by_that_script_alone(quick, capsys, monkeypatch):

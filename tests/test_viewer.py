@@ -10,11 +10,13 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from PIL import Image, ImageFont
 
 import viewer
 from runtime.record import Record, as_lines
-from viewer.page import draw_curves, draw_page, error_of, panel
+from viewer import RunFiles
+from viewer.page import draw_curves, draw_page, error_of, panel, state
 from viewer.sheets import draw_grid, font_for
 
 RED, BLUE = (250, 0, 0), (0, 0, 250)
@@ -108,6 +110,7 @@ def made(tmp_path):
     settings = {"steps": 2, "reward": "f", "lr": 1e-4, "versions": {"torch": "2"}}
     settings |= {"model": "models/tiny", "prompts": "p.txt", "eval_prompts": "q.txt"}
     settings |= {"eval_reward": "kind", "adapter": None, "script": "train.py"}
+    settings |= {"not_default": ["lr"]}
     (out / "settings.json").write_text(json.dumps(settings))
     for name, records in (("metrics", metrics), ("groups", groups), ("evaluation", evaluations)):
         (out / f"{name}.jsonl").write_text(as_lines(records))
@@ -202,9 +205,9 @@ def test_a_frame_needs_a_judge_that_says_1_or_0_alone(made):
         # It only evaluates.
         ({"metrics": 0, "groups": 0, "evaluation": 1}, 2, "0 of 2 steps", "<th>after"),
         # A resumed run rewrites its metrics before its groups.
-        ({"metrics": 1}, 2, "1 of 2 steps when this page was drawn", "step 2/2"),
+        ({"metrics": 1}, 2, "1 of 2 steps", "step 2/2"),
         # It made more steps than it is asked for.
-        ({}, 1, "2 of 2 steps", "when this page was drawn"),
+        ({}, 1, "2 of 2 steps", "1 of 1"),
     ],
 )
 def test_a_page_says_how_many_steps_its_run_has_made(made, lines, steps, words, missing):
@@ -224,6 +227,28 @@ def test_an_evaluation_of_an_adapter_names_it(made):
     run.evaluations = [run.evaluations[0] | {"adapter": "runs/1/checkpoints/000020"}]
     text = draw_page(run)
     assert "<th>runs/1/checkpoints/000020</th>" in text and "<th>before</th>" not in text
+
+
+@pytest.mark.parametrize(
+    "steps, judged, saved, running, words",
+    [
+        (2, 2, 2, False, "is complete: 2 of 2 steps."),
+        (2, 0, 2, False, "was ended after 2 of 2 steps: --resume"),
+        (1, 0, 0, False, "was ended after 1 of 2 steps, of which 0 are saved: --resume"),
+        (1, 0, 1, True, "goes on: 1 of 2 steps when this page was drawn"),
+    ],
+)
+def test_a_page_says_how_the_run_is(steps, judged, saved, running, words):
+    """Complete is a run that was judged after its last step."""
+    evaluations, metrics = [{"step": judged}], [{}] * steps
+    run = RunFiles(None, {"steps": 2}, metrics, {}, evaluations, saved, running)
+    assert state(run).startswith(f"The run {words}")
+
+
+def test_a_run_that_goes_on_holds_its_lock(made):
+    with FileLock(made / ".lock"):
+        assert viewer.read(made).is_running
+    assert not viewer.read(made).is_running
 
 
 def test_a_page_of_many_steps_has_the_groups_of_some(made):
