@@ -54,20 +54,6 @@ RED_CIRCLE = (("circle", "red"), None, None, None)  # scenes
 BLUE_CROSS = (("cross", "blue"), None, None, None)
 CODES = 4  # of a short picture of 64x64, half as many of 32x32: see shorten
 
-SMALL_POLICY = {  # sizes of a policy for a CPU, in place of the released ones
-    "text_config": {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [4, 6, 6],
-        },
-    },
-    "vision_config": {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2},
-}
 QUICK = "--prompts prompts.txt --targets targets --height 32 --width 32 --reward ssim,mse:0.5"
 QUICK += " --prompts-per-step 1 --group-size 2 --decode-steps 1 --eval-prompts prompts.txt"
 # Sharp as the shipped model is, short pictures would all be the same.
@@ -169,13 +155,6 @@ def prompts_of(*texts, targets=None, **columns):
         Prompt(text, target=targets and targets[i], row=rows[i] if rows else {})
         for i, text in enumerate(texts)
     ]
-
-
-def rolled_out(run, settings, rewards, prompts, seed):
-    """The first two parts of a step."""
-    groups = run.trainer.sample(run.glm_image.encode(prompts, settings), settings.group_size, seed)
-    painted = train.paint_and_score(run, settings, rewards, prompts, groups, seed)
-    return train.Rollout(prompts, groups, *painted, advantages=[])
 
 
 def painted(pipe, text, tokens, settings, seed):
@@ -329,14 +308,6 @@ def records(path):
     """The lines of a .jsonl without seconds and speeds, which are never the same."""
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
-
-
-def flattened(record, name=""):
-    """{name: number} of a record in a .jsonl file, which may be nested."""
-    if not isinstance(record, (dict, list)):
-        return {name: record}
-    parts = record.items() if isinstance(record, dict) else enumerate(record)
-    return {k: x for key, part in parts for k, x in flattened(part, f"{name}/{key}").items()}
 
 
 def steps_of(path):

@@ -10,7 +10,6 @@ import torch
 import train_decoder
 from conftest import (
     CPU,
-    SMALL_POLICY,
     adapter_of,
     build_run,
     holding,
@@ -298,7 +297,25 @@ def test_each_model_has_a_turn_of_its_own(monkeypatch, lockable, flags):
 def test_random_weights_make_a_model_that_trains(quick, tmp_path, monkeypatch):
     """With sizes that a CPU has, in place of the released ones."""
     small = {
-        "vision_language_encoder": SMALL_POLICY,
+        "vision_language_encoder": {
+            "text_config": {
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "mrope_section": [4, 6, 6],
+                },
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_heads": 2,
+            },
+        },
         "transformer": {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32},
         "text_encoder": {"num_layers": 1, "d_ff": 64},
         "vae": {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1},

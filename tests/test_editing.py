@@ -206,6 +206,7 @@ def test_a_run_of_edits_and_what_it_leaves(edited):
     assert record["reward/mine.py:own"] == 1 and record["max_logprob_gap"] < 1e-4
     for record in records(edited / "evaluation.jsonl"):
         assert record["reward/mine.py:own"] == [1, 0]
+    assert "docs/decoder.md" in (edited / "adapter/README.md").read_text()  # how to call it
     first = world.draw(RED_CIRCLE).resize((64, 64))
     shown = Image.open(edited / "before-after.png").crop((288, 56, 288 + 144, 56 + 144))
     # The source comes first.
@@ -267,11 +268,6 @@ def test_the_adapter_edits_in_the_stock_pipeline(edited, tmp_path, monkeypatch):
         runpy.run_path("lines.py")
         pictures.add(Path("edited.png").read_bytes())
     assert len(pictures) == 2
-
-
-def test_the_card_of_an_adapter_for_edits_says_how_they_are_called(edited):
-    card = (edited / "adapter" / "README.md").read_text()
-    assert "docs/decoder.md" in card
 
 
 # ---- rewards that see the source -----------------------------------------------------------------

@@ -20,7 +20,6 @@ from conftest import (
     QUICK,
     _in_child,
     adapter_of,
-    flattened,
     records,
     resume,
     steps_of,
@@ -71,6 +70,14 @@ def handlers():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def flattened(record, name=""):
+    """{name: number} of a record in a .jsonl file, which may be nested."""
+    if not isinstance(record, (dict, list)):
+        return {name: record}
+    parts = record.items() if isinstance(record, dict) else enumerate(record)
+    return {k: x for key, part in parts for k, x in flattened(part, f"{name}/{key}").items()}
 
 
 # ---- one step of all -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 import train_edits
 import world
-from conftest import CPU, TINY, rolled_out
+from conftest import CPU, TINY
 from PIL import Image, ImageFilter
 
 import train
@@ -260,15 +260,13 @@ def test_edits_sources_and_targets_of_the_tiny_model():
 def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(run_class):
     """Of captions and of edits that are held out: there is something to learn from."""
     settings = train.parse_settings(["--model", str(TINY)], run_class.Settings)
-    settings.group_size = 1
     held_out = train.read_inputs(settings, run_class.read_prompts).held_out
     some = held_out[::6]
     run = run_class.load(settings, Data(some, some, {}, {}), Plan(CPU, "bfloat16"))
     rewards = {name: Reward(name, 1.0, getattr(check, name)) for name in ("correct", "clean")}
-    rollout = rolled_out(run, settings, rewards, some, 0)
-    assert (
-        rollout.raw_rewards["clean"].mean() > 0.8 and 0 < rollout.raw_rewards["correct"].mean() < 1
-    )
+    groups = run.trainer.sample(run.glm_image.encode(some, settings), 1, 0)
+    _, scores = train.paint_and_score(run, settings, rewards, some, groups, 0)
+    assert scores["clean"].mean() > 0.8 and 0 < scores["correct"].mean() < 1
 
 
 def test_every_word_of_the_tiny_model_is_one_token(pipe):
