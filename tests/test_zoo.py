@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Emu3ForCausalLM
 from grpo import (
     GRPO,
     GRPOSettings,
+    Offload,
     generate_with_logprobs,
     set_advantages,
 )
@@ -83,13 +84,16 @@ def build(kind, **changes):
     return make(config).eval()
 
 
-def on_the_page(begin, folder):
-    """What the block of code in docs/copying.md defines that begins so, after its imports."""
+def on_the_page(begin, folder, **given):
+    """What the block of code in docs/copying.md defines that begins so, after its imports.
+
+    given: the names that it has from other blocks.
+    """
     page = (ROOT / "docs" / "copying.md").read_text()
     imports = r"(?:(?:from|import) [^\n]*\n|\n)+"
     (code,) = re.findall(rf"```python\n({imports}{begin}.*?)```", page, flags=re.DOTALL)
     (folder / "page.py").write_text(code)
-    return runpy.run_path(str(folder / "page.py"))
+    return runpy.run_path(str(folder / "page.py"), given)
 
 
 def home_made(folder):
@@ -362,6 +366,22 @@ def test_settings_may_change_between_steps(name):
     metrics, messages = observed(run.update, groups)
     assert -groups[0].old_logprobs.mean() < before / 1.5
     assert messages == [] and metrics["mean_logprob_gap"] < 1e-5
+
+
+def test_two_models_on_one_gpu_take_turns(tmp_path, monkeypatch):
+    """Without a GPU nothing moves; the order of the turns is the same."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    model, judge, turns = with_adapter(llama()), torch.nn.Linear(LENGTH, 1), []
+    monkeypatch.setattr(Offload, "all_but", lambda offload, *models: turns.extend(models))
+    given = {"model": model, "judge": judge, "settings": GRPOSettings(kl_coef=0.1)}
+    given["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    page = on_the_page("device = ", tmp_path, **given)
+    run, score = page["trainer"], page["score"]
+    groups = run.sample([(EQUAL[0], None, LENGTH)], 4, 0)
+    set_advantages(groups, score(groups[0].tokens.float()).flatten())
+    run.add_reference(groups)
+    assert run.update(groups)["grad_norm"] > 0
+    assert turns == [model, judge, model, model] and page["offload"].homes.keys() == {model, judge}
 
 
 def test_codes_with_a_head_of_their_own(tmp_path):
