@@ -320,6 +320,7 @@ FILES = {
         ("--lr nan", "--lr must be above 0, got nan"),
         ("--reward good.py:judge,ssim --prompts one.txt", "'ssim' needs --targets"),
         ("--eval-reward pickscore,ssim", "'ssim' needs --targets, or --eval-targets"),
+        ("--reward asks.py:judge", "asks for 'tag'; for prompts of tiny-glm-image/prompts.txt"),
         ("--reward bad.py:judge", "reward 'bad.py:judge' has to return 2 finite numbers"),
         ("--model few --reward ssim --eval-reward ''", "cannot load few"),
         ("--reward pickscore --adapter few", "--adapter few: no run, no checkpoint and no adapter"),
@@ -337,6 +338,7 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
     judge_file("bad", "[1.0]")
+    judge_file("asks", "[]", "tag")
     judge_file("good", "[1.0] * len(images)")
     Path("few").mkdir()
     Path("new").mkdir()
@@ -349,7 +351,7 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
         assert message.startswith("error: ")
         assert words in message
     # A reward is tried after the run has its folder, which the next run takes.
-    tried = any(word in arguments for word in ("clip=few", "bad.py"))
+    tried = any(word in arguments for word in ("clip=few", "asks.py", "bad.py"))
     assert tried or files() == before
 
 

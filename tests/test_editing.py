@@ -273,6 +273,11 @@ def test_the_adapter_edits_in_the_stock_pipeline(edited, tmp_path, monkeypatch):
 # ---- rewards that see the source -----------------------------------------------------------------
 
 
+def test_keep_is_likeness_to_the_source():
+    drawn = world.draw(RED_CIRCLE), world.draw(BLUE_CROSS)
+    assert torch.equal(rewards.keep(drawn, drawn[::-1]), rewards.ssim(drawn, drawn[::-1]))
+
+
 def test_edit_asks_about_both_pictures(tmp_path):
     """Log-odds by generate() from one chat with two pictures; the mean of two bounded values."""
     folder = tiny_model(tmp_path / "vlm")
