@@ -217,7 +217,9 @@ def test_a_page_says_how_many_steps_its_run_has_made(made, lines, steps, words, 
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:count]))
     settings = (made / "settings.json").read_text()
     (made / "settings.json").write_text(settings.replace('"steps": 2', f'"steps": {steps}'))
-    text = draw_page(viewer.read(made))
+    run = viewer.read(made)
+    assert [*run.groups] == [each["step"] for each in run.metrics]
+    text = draw_page(run)
     assert words in text and "0.200 ± 0.100" in text and "<th>before</th>" in text
     assert missing not in text
 
