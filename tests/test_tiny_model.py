@@ -261,7 +261,7 @@ def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(r
     """Of captions and of edits that are held out: there is something to learn from."""
     settings = train.parse_settings(["--model", str(TINY)], run_class.Settings)
     held_out = train.read_inputs(settings, run_class.read_prompts).held_out
-    some = held_out[::6]
+    some = held_out[::8]
     run = run_class.load(settings, Data(some, some, {}, {}), Plan(CPU, "bfloat16"))
     rewards = {name: Reward(name, 1.0, getattr(check, name)) for name in ("correct", "clean")}
     groups = run.trainer.sample(run.glm_image.encode(some, settings), 1, 0)
