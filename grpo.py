@@ -5,14 +5,14 @@ policy, a language model, writes a group of G sequences of T tokens, the codes o
 decoder paints the pictures, and each gets a reward R. The loss pushes up the probability of the
 tokens of the pictures that beat their group, and pushes down those of the pictures below its mean:
 
-    A     = (R - mean(R)) / std(R)      the advantage of a picture: a z-score within its group
-    loss1 = -mean(A log pi(token))      over tokens, samples and prompts; GRPO's loss follows below
+    A          = (R - mean(R)) / std(R)  the advantage of a picture: a z-score within its group
+    plain loss = -mean(A log pi(token))  over tokens, samples and prompts
 
 pi(token) is the probability that the policy gives a token, after the prompt and the tokens before
-it. So loss1 is cross-entropy on the policy's own samples, weighted by A: what beats its group is
-imitated, the rest is avoided. Every token gets the A of its whole picture, since only a finished
-picture has a reward. A token that makes no difference stands in good and bad pictures alike, so
-over many groups its pushes cancel; what is left moves the tokens that matter.
+it. So the plain loss is cross-entropy on the policy's own samples, weighted by A: what beats its
+group is imitated, the rest is avoided. Every token gets the A of its whole picture, since only a
+finished picture has a reward. A token that makes no difference stands in good and bad pictures
+alike, so over many groups its pushes cancel; what is left moves the tokens that matter.
 
 mean(R) is the baseline, the reward to expect for this prompt. Without it, rewards of 9 and 10 would
 push both samples up, and which pictures happened to be sampled would matter more than which are
@@ -27,9 +27,9 @@ where the pictures are equally good and the reward is noisy, the noise gets as l
 real difference elsewhere. A group of equal rewards has A = 0, and is left out. The mean of A is 0,
 so at ratio 1 the loss below is 0. Its gradient is not: watch the reward, not the loss.
 
-The oldest such method, REINFORCE, is loss1 with A = R. PPO adds three things: a second network,
-which learns to predict the baseline; the ratio; and the clip. GRPO takes the group's mean in place
-of that network, keeps the ratio and the clip, and adds a KL term to the loss:
+The oldest such method, REINFORCE, is the plain loss with A = R. PPO adds three things: a second
+network, which learns to predict the baseline; the ratio; and the clip. GRPO takes the group's mean
+in place of that network, keeps the ratio and the clip, and adds a KL term to the loss:
 
     ratio = pi(token) / pi_old(token)   pi_old: the policy when it sampled
     loss  = -mean(min(ratio A, clip(ratio, 1 - c, 1 + c) A) - kl_coef k3)
@@ -42,7 +42,7 @@ drew them. After one step the policy is pi: a token that is now twice as likely 
 as often, so it counts twice. The mean over draws of pi_old, sum(pi_old * pi/pi_old * A), is then
 sum(pi * A), the mean over draws of pi. (The ratio corrects for its own token, not for the tokens
 before it, so pi must stay near pi_old.) The gradient is ratio * A * grad log pi: at ratio 1 the
-gradient of A * log pi, as in loss1.
+gradient of A * log pi, as in the plain loss.
 
 The clip limits how far one batch of samples may push a token, for they say little about a policy
 far from pi_old. It acts only where the ratio has left 1 by more than c, clip_range, in the
@@ -63,9 +63,9 @@ first, so the base with its adapter off is the reference. (train.py --adapter be
 adapter; there the reference is a frozen copy of it.) Why k3: see compute_grpo_loss.
 
 By default there is one optimiser step per batch. The ratio then is 1 up to rounding, and the clip
-has nothing to do. With several steps both act. mini_batches makes several steps of the passes that
-one step takes, each from fewer groups; iterations repeats the passes, which pays where sampling and
-painting take most of the time.
+has nothing to do. With several steps both act: take mini_batches where a batch has many groups, as
+its steps cost no pass more; iterations where sampling and painting take most of the time, as it
+repeats the passes on the same samples.
 
 A training step has six parts, in this order; examples/pictures.py has them in a whole trainer:
 
@@ -102,10 +102,9 @@ class GRPOSettings:
 
     # sequences per forward pass in parts 4 and 5, at most a group; fewer take less memory
     micro_batch_size: int = 4
-    # shares into which the groups of a batch are dealt, with an optimiser step for each; after the
-    # first of these steps the ratios leave 1, and the clip can act
+    # shares into which the groups of a batch are dealt, with an optimiser step for each
     mini_batches: int = 1
-    # passes over a batch; a further pass makes the optimiser steps again, on the same samples
+    # passes over a batch, each with all its optimiser steps
     iterations: int = 1
     # how far a ratio may be pushed from 1 before its gradient is cut
     clip_range: float = 0.2
@@ -387,8 +386,8 @@ class GRPO:
         none does.
 
         Returns the metrics of compute_grpo_loss, and
-            mean_logprob_gap, max_logprob_gap: from the first optimiser step that had a group to
-                learn from.
+            mean_logprob_gap, max_logprob_gap: from the first optimiser step with a group that
+                teaches.
             skipped: the share of optimiser steps that were not made, their gradient not being
                 finite.
             grad_norm: the mean over the other optimiser steps, before clipping.

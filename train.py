@@ -18,7 +18,7 @@ A group without spread, all rewards equal, teaches nothing. docs/numbers.md says
 means, and what is normal.
 """
 
-import inspect
+import sys
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -228,10 +228,7 @@ def train(settings, run_class=Run):
 
 def script_of(run_class):
     """The file that a class stands in: a run that it made is resumed by that file alone."""
-    try:
-        file = Path(inspect.getfile(run_class)).resolve()
-    except (TypeError, OSError):
-        return "a notebook"
+    file = Path(getattr(sys.modules[run_class.__module__], "__file__", "a notebook")).resolve()
     return file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else str(file)
 
 
@@ -270,9 +267,8 @@ def draw(record):
 
 
 def main(arguments=None, run_class=Run):
-    script = script_of(run_class)
-    settings = lambda: parse_settings(arguments, run_class.Settings, script)
-    return exit_code(lambda: train(settings(), run_class))
+    kind = run_class.Settings, script_of(run_class)
+    return exit_code(lambda: train(parse_settings(arguments, *kind), run_class))
 
 
 if __name__ == "__main__":

@@ -97,9 +97,12 @@ class DecoderSettings(Settings):
     noise_level: float = 0.7
 
     tiny: ClassVar[dict] = Settings.tiny | {
+        "steps": 20,
+        "lr": 5e-4,
         "decoder_lr": 1e-3,
-        "reward": "facts:1,near:0.1",
         "warmup_steps": 0,
+        "eval_every": 10,
+        "reward": "facts:1,near:0.1",
     }
 
     def __post_init__(self):

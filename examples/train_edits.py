@@ -54,8 +54,10 @@ class EditSettings(Settings):
         "eval_sources": Own(f"{TINY}/world.py:heldout_sources"),
         "eval_prompts": Own(f"{TINY}/heldout-edits.txt"),
         "eval_targets": Own(f"{TINY}/world.py:heldout_targets"),
+        "steps": 20,
         "lr": 2e-3,
         "warmup_steps": 0,
+        "eval_every": 10,
     }
 
 

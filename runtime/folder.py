@@ -16,7 +16,7 @@
 5. A reward file that you have mended goes on once you copy it over the copy in start/.
 6. One process at a time: a lock, which ends with the process. A disk without locks has none.
 
-Runs of commits before this file had these rules are not resumed: their --adapter is read.
+A run of an earlier version is not resumed: start from its adapter, --adapter DIR.
 """
 
 import errno
