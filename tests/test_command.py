@@ -221,7 +221,7 @@ def test_defaults_depend_on_the_model():
     tiny = tiny_settings()
     other = train.parse_settings(["--model", settings.RELEASE, "--height", "1280"])
     names = "steps", "lr", "height", "width", "temperature", "top_p", "device"
-    assert attrgetter(*names)(tiny) == (20, 5e-4, 128, 128, 1.0, 0.95, "cpu")
+    assert attrgetter(*names)(tiny) == (10, 1e-3, 128, 128, 1.0, 0.95, "cpu")
     # The temperature and the nucleus of its own sampler.
     assert attrgetter(*names)(other) == (200, 2e-5, 1280, 1024, 0.9, 0.75, "auto")
     assert (other.reward, other.eval_reward) == ("pickscore:1,clip:1", "hps,variety")
@@ -236,7 +236,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
     with pytest.raises(SystemExit, match="^0$"):
         train.main(["--help"])
     output = " ".join(capsys.readouterr().out.split())
-    assert "training steps; 0 only evaluates (default: 20 for tiny, 200 for GLM-Image)" in output
+    assert "training steps; 0 only evaluates (default: 10 for tiny, 200 for GLM-Image)" in output
     for kind in (settings.Settings, train_decoder.DecoderSettings, train_edits.EditSettings):
         actions = settings.build_parser(kind)._actions
         helps = {action.dest: action.help for action in actions}

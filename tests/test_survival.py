@@ -171,7 +171,7 @@ def test_a_resumed_run_takes_only_what_may_change(quick, one_step, capsys):
     assert resume("run --steps 1") == 0  # it has made more
     settings = json.loads(Path("run/settings.json").read_text())
     for values, words in (
-        ({"lr": None}, "run began with lr None (now 0.0005): resume"),
+        ({"lr": None}, "run began with lr None (now 0.001): resume"),
         ({"older": 1}, "(unrecognized arguments: --older=1)"),
     ):
         Path("run/settings.json").write_text(json.dumps(settings | values))
