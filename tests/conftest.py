@@ -372,5 +372,5 @@ def _in_child(folder, arguments, output, prepare, environment):
     sys.exit(train.main(arguments, run_class_of(arguments)))
 
 
-if os.environ.pop("LOADED_AT_ONCE", None):
+if os.environ.pop("LOADED_AT_ONCE", None):  # in the process whose copies tests start
     loaded(TINY.name, CPU)
