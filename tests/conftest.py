@@ -88,6 +88,12 @@ def limited():
     signal.alarm(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def warned_here():
+    """Processes that tests start do not print EncodingWarnings."""
+    os.environ.pop("PYTHONWARNDEFAULTENCODING", None)
+
+
 @pytest.fixture(scope="session")
 def pipe():
     """The shipped model, in the stock pipeline. Its distributions are sharp, so a wrong position is
