@@ -4,8 +4,7 @@
     python benchmarks/film.py runs/film assets/before-after.gif
 
 It shows the first picture of each of the first four held-out captions of each type, of which one
-has two. The share is of all held-out pictures. The run takes three minutes of one core, the film
-three.
+has two. The share is of all held-out pictures.
 """
 
 import argparse

@@ -15,11 +15,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from grpo import set_advantages
 from rewards import combine, weights_of
 from train import paint_and_score
-
-# ---- functions -----------------------------------------------------------------------------------
 
 
 def filled(run, settings, rewards, prompts, groups, seed):
@@ -55,58 +52,24 @@ def filled(run, settings, rewards, prompts, groups, seed):
     return [*prompts], [*groups], [image for each in images for image in each], together
 
 
-def answered(run, prompts, groups):
-    """In place of samples the codes of a correct picture; returns a reward of 1 for each.
-
-    They are known of the tiny model's captions.
-    """
-    import make  # of tiny-glm-image
-    import world
-
-    for group, prompt in zip(groups, prompts):
-        codes = make.codes_of([world.MEANING[prompt.text].scene()])  # (1, T)
-        group.tokens = codes.expand(len(group.tokens), -1)
-        group.nucleus = None
-        with torch.no_grad():
-            rows = torch.arange(len(group.tokens))
-            group.old_logprobs = run.trainer.logprobs(group, rows)
-    return torch.ones(sum(len(group.tokens) for group in groups))
-
-
-def weighted(groups, rewards):
-    """In place of set_advantages: codes equal in samples of opposite sign get less.
-
-    STAGE compares the codes' vectors.
-    """
-    set_advantages(groups, rewards)
-    for group in groups:
-        advantages = group.advantages  # (G,)
-        opposite = (advantages[:, None] * advantages < 0).float()  # (G, G)
-        differs = (group.tokens[:, None] != group.tokens).float()  # (G, G, T)
-        number = opposite.sum(1, keepdim=True).clamp(min=1)
-        weights = (opposite[..., None] * differs).sum(1) / number  # (G, T)
-        group.advantages = advantages[:, None] * weights
-
-
 # ---- edits ---------------------------------------------------------------------------------------
 
-ADVANTAGES = "return (centred / (std + eps)).nan_to_num(0).flatten().float()"
+ADVANTAGES = "(centred / (std + eps)).nan_to_num(0).flatten().float()"
 CLAMP = "ratio.clamp(1 - clip_range, 1 + clip_range)"
-TOKEN_MEAN = [
-    ("loss_share = share", "loss_share = mask / mask.sum().clamp(min=1)"),
-    (
-        "return len(rows)",
-        "return len(rows) if group.mask is None else group.mask[rows].sum().item()",
-    ),
-]
+NO_STD = (" / (std + eps)", "")
+TOKENS = "len(rows) if group.mask is None else group.mask[rows].sum().item()"
+EACH_TOKEN = ("loss_share = share", "loss_share = mask / mask.sum().clamp(min=1)")
+TOKEN_MEAN = [EACH_TOKEN, ("return len(rows)", f"return {TOKENS}")]
+# The sum over a sample's tokens, by the longest sample: where all have one length it is the mean.
+TOKEN_SUM = ("loss_share = share", "loss_share = mask / mask.shape[1] / len(mask)")
 # {loss: [(code that stands once in grpo.py or train.py, code in its place)]}
 EDITS = {
-    "Dr. GRPO": [
-        (" / (std + eps)", ""),
-        ("loss_share = share", "loss_share = mask / mask.shape[1] / len(mask)"),
-    ],
+    "Dr. GRPO": [NO_STD, TOKEN_SUM],
     "DAPO's token mean": TOKEN_MEAN,
-    "DAPO's two clip ranges": [(CLAMP, "ratio.clamp(1 - clip_range, 1 + 1.4 * clip_range)")],
+    "DAPO's two clip ranges": [
+        (CLAMP, "ratio.clamp(1 - clip_range, 1 + 1.4 * clip_range)"),
+        *TOKEN_MEAN,
+    ],
     "DAPO's dynamic sampling": [
         (
             "for i in prompt_indices(step, settings, len(data.prompts))]",
@@ -139,25 +102,28 @@ EDITS = {
         *TOKEN_MEAN,
     ],
     "GPG": [
-        (" / (std + eps)", ""),
+        NO_STD,
         ("torch.min(unclipped, clipped)", "advantages * masked(new_logprobs)"),
-        ("return len(rows)", "return len(rows) * bool(group.advantages.any())"),
+        EACH_TOKEN,
+        ("return len(rows)", f"return bool(group.advantages.any()) * ({TOKENS})"),
     ],
-    "RLOO": [("centred / (std + eps)", "centred * group_size / (group_size - 1)")],
+    "RLOO": [("centred / (std + eps)", "centred * group_size / (group_size - 1)"), TOKEN_SUM],
     "REINFORCE++": [(".view(-1, group_size)  # (N, G)", ".view(1, -1)")],
     "REINFORCE++-baseline": [
-        ("centred / (std + eps)", "centred / (centred[~centred.isnan()].std() + eps)")
+        ("centred / (std + eps)", "centred / (centred[~centred.isnan()].std() + eps)"),
+        *TOKEN_MEAN,
     ],
     "RAFT": [
         (
             ADVANTAGES,
-            "return (group_size * ~centred.isnan() * torch.nn.functional.one_hot("
-            + "centred.nan_to_num(-torch.inf).argmax(1), group_size)).flatten().float()",
+            "(group_size * (torch.as_tensor(rewards).view_as(centred) > 0) * "
+            + "torch.nn.functional.one_hot(centred.nan_to_num(-torch.inf).argmax(1), group_size)"
+            + ").flatten().float()",
         )
     ],
-    "REINFORCE": [(ADVANTAGES, "return torch.as_tensor(rewards).nan_to_num(0).float()")],
-    "REINFORCE with a constant": [
-        (ADVANTAGES, "return (torch.as_tensor(rewards) - 1).nan_to_num(0).float()")
+    "REINFORCE": [
+        (ADVANTAGES, "torch.as_tensor(rewards).nan_to_num(0).float()"),
+        TOKEN_SUM,
     ],
     "No baseline": [
         (
@@ -176,26 +142,8 @@ EDITS = {
             ".nan_to_num(0).gather(1, torch.rand(centred.shape).argsort(1)).flatten().float()",
         )
     ],
-    "Given answers": [
-        (
-            "reward = combine(raw_rewards, weights_of(rewards), group_size, settings.combine)",
-            "reward = answered(run, prompts, groups)",
-        ),
-        (ADVANTAGES, "return torch.as_tensor(rewards).float()"),
-    ],
-    "STAGE's weights": [
-        ("set_advantages(groups, reward)", "weighted(groups, reward)"),
-        (
-            "[group.advantages for group in groups]",
-            "[group.advantages.mean(-1) for group in groups]",
-        ),
-    ],
 }
-FUNCTIONS = {  # go along
-    "DAPO's dynamic sampling": filled,
-    "Given answers": answered,
-    "STAGE's weights": weighted,
-}
+FUNCTIONS = {"DAPO's dynamic sampling": filled}  # goes along
 
 
 def edited(loss=None):

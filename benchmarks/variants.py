@@ -1,16 +1,14 @@
 """Losses on the tiny model: a run, judged by all held-out captions.
 
-    python benchmarks/variants.py "Dr. GRPO" --kl-coef 0 --lr 2e-3      a row of variants.csv again
-    python benchmarks/variants.py GSPO --kl-coef 0 --mini-batches 4 --lr 1e-3 --seed 3 --keep
-    python benchmarks/variants.py GRPO --start shipped --steps 10 --warmup-steps 10 --kl-coef 0
-    python benchmarks/variants.py --hard-start                          makes the harder start alone
+    python benchmarks/variants.py "Dr. GRPO" --kl-coef 0 --lr 4e-3 --seed 10       a row again
+    python benchmarks/variants.py GSPO --kl-coef 0 --mini-batches 4 --lr 1e-3 --seed 15 >> \
+        benchmarks/variants.csv                                                    a new row
 
 Other flags are train.py's. The losses are those of losses.py. A row has the share of correct
 pictures of the held-out captions, 16 of each, with the sampler and the decoder as deployed.
 """
 
 import argparse
-import csv
 import json
 import os
 import shutil
@@ -30,13 +28,12 @@ import make
 
 from benchmarks import losses
 
-CSV = ROOT / "benchmarks" / "variants.csv"
 OUT = ROOT / "runs" / "variants"
 STARTS = {"hard": OUT / "hard-start", "shipped": ROOT / "tiny-glm-image"}
-COLUMNS = ["start", "loss", "flags", "lr", "seed", "step", "pictures"]
-COLUMNS += ["correct", "clean", "many", "clipped", "kl"]
-JUDGED = "--steps 0 --eval-count 48 --group-size 16 --prompts-per-step 4"
-JUDGED += " --eval-reward correct,clean,many --eval-prompts captions.txt"
+# Its own settings, since train.py's may change; flags of a row come after them.
+TRAINED = "--steps 20 --warmup-steps 20 --eval-count 1 --eval-every 0"
+JUDGED = "--eval-count 48 --group-size 16 --prompts-per-step 4"
+JUDGED += " --eval-reward correct,many --eval-prompts captions.txt"
 
 
 def train(start, loss, flags, lr, seed):
@@ -56,21 +53,17 @@ def train(start, loss, flags, lr, seed):
         """Returns the records of a run of train.py."""
         call = [sys.executable, "train.py", "--model", STARTS[start], *flags, "--out", name]
         subprocess.run(call, cwd=out, check=True, stdout=subprocess.DEVNULL)
-        files = [out / name / f"{each}.jsonl" for each in ("groups", "metrics", "evaluation")]
+        files = [out / name / f"{each}.jsonl" for each in ("metrics", "evaluation")]
         return [[*map(json.loads, file.read_text("utf-8").splitlines())] for file in files]
 
-    few = "--eval-count 1", "--eval-every 0", flags, f"--lr {lr}", f"--seed {seed}"
-    groups, metrics, _ = run("run", *" ".join(few).split())
-    _, _, (judged,) = run("judged", "--adapter", "run", *JUDGED.split())
+    call = f"{TRAINED} {flags} --lr {lr} --seed {seed}"
+    metrics, _ = run("run", *call.split())
+    _, (judged,) = run("judged", "--steps", "0", "--adapter", "run", *JUDGED.split())
     shutil.rmtree(out)
-    # Dynamic sampling paints more than it keeps.
-    pictures = sum(len(group["reward"]) for group in groups)
-    pictures += sum(each.get("drawn", 0) for each in metrics)
-    row = dict(zip(COLUMNS, [start, loss, flags, lr, seed, len(metrics), int(pictures)]))
-    row |= {name: judged[f"reward/{name}"][0] for name in ("correct", "clean", "many")}
     # A step without a group to learn from has none.
-    row["clipped"] = np.nanmean([np.float64(each["clip_fraction"]) for each in metrics])
-    return {k: f"{x:.5f}" if isinstance(x, float) and k != "lr" else x for k, x in row.items()}
+    clipped = np.nanmean([np.float64(each["clip_fraction"]) for each in metrics])
+    shares = judged["reward/correct"][0], judged["reward/many"][0], clipped
+    return [start, loss, flags, lr, seed, *(f"{x:.5f}" for x in shares)]
 
 
 def make_hard_start():
@@ -93,24 +86,13 @@ def main(*arguments):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("loss", nargs="?", choices=["GRPO", *losses.EDITS])
+    parser.add_argument("loss", choices=["GRPO", *losses.EDITS])
     parser.add_argument("--start", choices=STARTS, default="hard")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", action="store_true", help="add the row to variants.csv")
-    parser.add_argument("--hard-start", action="store_true", help="make the harder start")
     options, flags = parser.parse_known_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
-    if options.hard_start:
-        make_hard_start()
-        return print(f"python train.py --model {STARTS['hard'].relative_to(ROOT)}")
-    if options.loss is None:
-        parser.error("name a loss")
-    row = train(options.start, options.loss, " ".join(flags), options.lr, options.seed)
-    print(row)
-    if options.keep:
-        with CSV.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+    print(*train(**vars(options), flags=" ".join(flags)), sep=",")
 
 
 if __name__ == "__main__":

@@ -268,7 +268,7 @@ def parse_rewards(spec):
 
 
 def load_rewards(settings, data):
-    """Loads the rewards, before the 35 GB of model, and tries them on blank pictures.
+    """Loads the rewards, before the model, and tries them on blank pictures.
 
     What cannot work fails now, not in an hour.
     """

@@ -125,7 +125,8 @@ class Settings(GRPOSettings):
     out: str = None
     # continue the run in this folder from its newest checkpoint
     resume: str = None
-    # steps between checkpoints; those of evaluated steps stay, of all others only the newest
+    # steps between checkpoints; a kill or Ctrl-C costs the steps since the last; checkpoints of
+    # evaluated steps stay, of all others only the newest
     save_every: int = 1
     # send the numbers to a tracker, too
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"

@@ -52,7 +52,7 @@ SIZES = [((64, 64), (64, 64)), ((96, 160), (64, 64)), ((64, 192), (160, 64))]
 
 @pytest.fixture(scope="module")
 def stock():
-    """The stock pipeline with the three lines of README.md around it, in a process's own copy."""
+    """The stock pipeline with the three lines of docs/decoder.md around it, in a process's own copy."""
     pipe = load_once(str(TINY), CPU)
     pipe.set_progress_bar_config(disable=True)
     policy = pipe.vision_language_encoder

@@ -35,7 +35,7 @@ trl = pytest.importorskip("trl", "1.16.0")
         ("Dr. GRPO", "dr_grpo", {"scale_rewards": "none"}),
         ("DAPO's token mean", "bnpo", {}),
         ("DAPO's token mean", "dapo", {}),
-        ("DAPO's two clip ranges", "grpo", {"epsilon_high": 0.28}),
+        ("DAPO's two clip ranges", "dapo", {"epsilon_high": 0.28}),
         (
             "GSPO",
             "grpo",
