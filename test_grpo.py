@@ -879,6 +879,8 @@ def test_before_the_first_update_ratio_is_one_and_kl_zero(pipe):
     assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-4)
     assert metrics["kl"] == pytest.approx(0, abs=1e-6)
     assert metrics["clip_fraction"] == metrics["skipped"] == metrics["groups_without_spread"] == 0
+    # A loss of 0 teaches: its gradient is not 0.
+    assert metrics["loss"] == pytest.approx(0, abs=1e-6) and metrics["grad_norm"] > 0.01
     assert 0 < metrics["mean_logprob_gap"] < metrics["max_logprob_gap"] < 2e-4
 
 

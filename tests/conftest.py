@@ -41,8 +41,9 @@ from world import draw
 import train
 from glm_image import editing, model
 from lookup import UserError, forget_modules
+from runtime import cpu
 from runtime.adapters import find_adapters
-from runtime.cpu import Plan
+from runtime.cpu import Plan, SharedForward
 from runtime.data import Prompt
 from runtime.record import Clock
 
@@ -53,20 +54,6 @@ RED_CIRCLE = (("circle", "red"), None, None, None)  # scenes
 BLUE_CROSS = (("cross", "blue"), None, None, None)
 CODES = 4  # of a short picture of 64x64, half as many of 32x32: see shorten
 
-SMALL_POLICY = {  # sizes of a policy for a CPU, in place of the released ones
-    "text_config": {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [4, 6, 6],
-        },
-    },
-    "vision_config": {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2},
-}
 QUICK = "--prompts prompts.txt --targets targets --height 32 --width 32 --reward ssim,mse:0.5"
 QUICK += " --prompts-per-step 1 --group-size 2 --decode-steps 1 --eval-prompts prompts.txt"
 # Sharp as the shipped model is, short pictures would all be the same.
@@ -82,6 +69,10 @@ def pytest_configure(config):
         "ignore:.*torch.jit:DeprecationWarning",
         "ignore:.*converting a masked element to nan:UserWarning",
         "ignore:.*save_embedding_layers:UserWarning",
+        # Windows would read a text file without an encoding in its code page. Python says so only
+        # under PYTHONWARNDEFAULTENCODING=1, as in .ci/run.
+        "ignore::EncodingWarning",
+        "error::EncodingWarning:(lookup|runtime|glm_image|gpu|reward_models|viewer|benchmarks|__main__)",
     ):
         config.addinivalue_line("filterwarnings", warning)
     if "s" not in config.option.reportchars:
@@ -95,6 +86,12 @@ def limited():
     signal.alarm(300)
     yield
     signal.alarm(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warned_here():
+    """Processes that tests start do not print EncodingWarnings."""
+    os.environ.pop("PYTHONWARNDEFAULTENCODING", None)
 
 
 @pytest.fixture(scope="session")
@@ -166,13 +163,6 @@ def prompts_of(*texts, targets=None, **columns):
     ]
 
 
-def rolled_out(run, settings, rewards, prompts, seed):
-    """The first two parts of a step."""
-    groups = run.trainer.sample(run.glm_image.encode(prompts, settings), settings.group_size, seed)
-    painted = train.paint_and_score(run, settings, rewards, prompts, groups, seed)
-    return train.Rollout(prompts, groups, *painted, advantages=[])
-
-
 def painted(pipe, text, tokens, settings, seed):
     """The latents that a stock pipeline paints here, and their pictures."""
     glm = model.GlmImage(pipe)
@@ -196,7 +186,9 @@ def chat_inputs(processor, text, height, width, picture=None):
 
 def shorten(setattr):
     """Pictures of a few codes, for tests of files, signals and errors: a preview of 256 takes a
-    second to write."""
+    second to write. For so few a merged copy of the policy takes longer than it saves."""
+    shared = lambda glm_image, settings, base: SharedForward(glm_image.language_model)
+    setattr(cpu, "token_forward", shared)
     for module, name in ((model, "encode_prompt"), (editing, "encode_edit")):
         setattr(module, name, shortened(getattr(module, name)))
 
@@ -261,6 +253,13 @@ def quick(judged, monkeypatch):
     return judged
 
 
+@pytest.fixture
+def lockable(monkeypatch):
+    """A copy in place of page-locked memory, which needs CUDA."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
 @pytest.fixture(scope="session")
 def one_step(tmp_path_factory):
     """The folder of a run of one step, to read, and to copy where a test changes it or goes on from
@@ -317,14 +316,6 @@ def records(path):
     return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
 
 
-def flattened(record, name=""):
-    """{name: number} of a record in a .jsonl file, which may be nested."""
-    if not isinstance(record, (dict, list)):
-        return {name: record}
-    parts = record.items() if isinstance(record, dict) else enumerate(record)
-    return {k: x for key, part in parts for k, x in flattened(part, f"{name}/{key}").items()}
-
-
 def steps_of(path):
     return [record["step"] for record in records(path)]
 
@@ -342,12 +333,13 @@ def steps_saved(folder):
 
 @pytest.fixture(scope="session")
 def processes():
-    """Copies of a process that has imported train.py: they start in a moment instead of five
-    seconds."""
+    """Copies of a process that has imported train.py and loaded the model: they start in a moment
+    instead of five seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["conftest"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{TESTS}:{ROOT}:{TINY}:{ROOT}/examples")
+        patch.setenv("LOADED_AT_ONCE", "1")
         forkserver.ensure_running()
     return context
 
@@ -377,9 +369,14 @@ def _in_child(folder, arguments, output, prepare, environment):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     shorten(setattr)
+    train.load = load_once
     assert "gpu" not in sys.modules
     if "int8" not in arguments:
         sys.modules["gpu"] = None  # a run on a CPU that imports it fails
     if prepare is not None:
         prepare()
     sys.exit(train.main(arguments, run_class_of(arguments)))
+
+
+if os.environ.pop("LOADED_AT_ONCE", None):  # in the process whose copies tests start
+    loaded(TINY.name, CPU)

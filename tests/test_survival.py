@@ -171,7 +171,7 @@ def test_a_resumed_run_takes_only_what_may_change(quick, one_step, capsys):
     assert resume("run --steps 1") == 0  # it has made more
     settings = json.loads(Path("run/settings.json").read_text())
     for values, words in (
-        ({"lr": None}, "run began with lr None (now 0.0005): resume"),
+        ({"lr": None}, "run began with lr None (now 0.001): resume"),
         ({"older": 1}, "(unrecognized arguments: --older=1)"),
     ):
         Path("run/settings.json").write_text(json.dumps(settings | values))
@@ -460,32 +460,6 @@ def test_a_run_that_diverges_ends_in_one_line(quick, capsys):
     for again in (False, True):
         assert (resume("run") if again else quick(*write_reward(""), arguments)) == 2
         assert "sampled log-probs are not finite" in error_of(capsys)
-
-
-def test_a_step_skipped_in_part_is_no_skipped_step(quick, monkeypatch):
-    """One of ten iterations of the second step has a finite gradient; `norm` is that one's. Ten
-    tenths are one. And no KL is no KL of 0."""
-    norms = iter([torch.nan, torch.inf] * 5 + [torch.inf] * 4 + [0.25] + [torch.nan] * 5)
-    clip = lambda parameters, limit: torch.tensor(next(norms))
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
-    with pytest.warns(UserWarning, match="no step was taken"):
-        assert quick(*write_reward(""), "--steps 2 --iterations 10 --kl-coef 0 --out run") == 0
-    skipped, grad_norm, kl = zip(
-        *((line["skipped"], line["grad_norm"], line["kl"]) for line in records("run/metrics.jsonl"))
-    )
-    assert skipped == (1, pytest.approx(0.9))
-    assert grad_norm == (0, 0.25) and kl == (None, None)
-
-
-def test_out_of_gpu_memory_says_what_helps(quick, capsys, monkeypatch):
-    """Here before the first step; see test_cards.py for the others."""
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "load", Mock(side_effect=error))
-        assert quick("--steps 1 --out run") == 2
-    line = error_of(capsys)
-    assert line.startswith("error: out of GPU memory (CUDA out of memory. Tried to allocate 2.00")
-    assert all(word in line for word in ("--offload yes", "--micro-batch-size", "--group-size"))
 
 
 def test_a_folder_without_a_step_is_taken_again_and_no_other(quick, start, capsys):

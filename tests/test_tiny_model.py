@@ -11,13 +11,12 @@ import pytest
 import torch
 import train_edits
 import world
-from conftest import CPU, TINY, chat_inputs, rolled_out
+from conftest import CPU, TINY
 from PIL import Image, ImageFilter
 
 import train
 from glm_image.editing import encode_edit, read_sources
 from glm_image.model import encode_prompt
-from grpo import generate_with_logprobs
 from rewards import Reward
 from runtime.cpu import Plan
 from runtime.data import Data, Prompt
@@ -199,23 +198,17 @@ def test_the_judge_judges_only_what_it_can():
 
 
 def test_captions_of_the_tiny_model():
-    """Six kinds in both files; pairs of shapes, and of a number and a shape, are in one of them."""
-    counts = {"one": 6, "two": 30, "counting": 126, "colours": 36, "position": 120, "binding": 900}
-    assert {kind: len(captions) for kind, captions in world.CAPTIONS.items()} == counts
+    """All kinds in both files; pairs of shapes, and of a number and a shape, are in one of them."""
     pairs, numbered, parts = [], [], []
-    for name, count in (("prompts", 112), ("heldout", 48)):
+    for name in ("prompts", "heldout"):
         captions = {world.MEANING[line] for line in lines(name)}
-        assert len(captions) == len(lines(name)) == count
+        assert len(captions) == len(lines(name))
         assert {caption.kind for caption in captions} == {*world.KINDS}
         parts.append(captions)
         shapes = [frozenset(caption.shapes) for caption in captions]
         pairs.append({pair for pair in shapes if len(pair) == 2})
         counting = [caption for caption in captions if caption.kind == "counting"]
         numbered.append({(caption.word, caption.shapes[0]) for caption in counting})
-        assert {caption.word for caption in counting} == set(world.NUMBERS)
-        # Of the shape's usual colour, and of others.
-        assert {len(caption.colours) for caption in counting} == {0, 1}
-    assert [*map(len, numbered)] == [12, 6]
     for first, second in (parts, pairs, numbered):
         assert first and second and not first & second
     assert not any(map(world.unrewarded, parts[0]))
@@ -267,69 +260,32 @@ def test_edits_sources_and_targets_of_the_tiny_model():
 def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(run_class):
     """Of captions and of edits that are held out: there is something to learn from."""
     settings = train.parse_settings(["--model", str(TINY)], run_class.Settings)
-    settings.group_size = 1
     held_out = train.read_inputs(settings, run_class.read_prompts).held_out
-    some = held_out[::6]
+    some = held_out[::8]
     run = run_class.load(settings, Data(some, some, {}, {}), Plan(CPU, "bfloat16"))
     rewards = {name: Reward(name, 1.0, getattr(check, name)) for name in ("correct", "clean")}
-    rollout = rolled_out(run, settings, rewards, some, 0)
-    assert (
-        rollout.raw_rewards["clean"].mean() > 0.8 and 0 < rollout.raw_rewards["correct"].mean() < 1
-    )
+    groups = run.trainer.sample(run.glm_image.encode(some, settings), 1, 0)
+    _, scores = train.paint_and_score(run, settings, rewards, some, groups, 0)
+    assert scores["clean"].mean() > 0.8 and 0 < scores["correct"].mean() < 1
 
 
-def read_prompt(policy, processor, text, picture=None):
-    """What the model learned from: ids (L,) with room for a picture's codes; by its own rule
-    positions (3, L+T)."""
-    inputs = chat_inputs(processor, text, 128, 128, picture)
-    ids, model = inputs["input_ids"], policy.model
-    read, _ = model.get_rope_index(ids, inputs["image_grid_thw"], inputs["images_per_sample"])
-    # (1, 3, T), without that of the end of the image.
-    written = model._cached_decode_position_ids[:, :, :-1]
-    return ids[0], torch.cat([read[:, 0], written[0]], dim=1)
-
-
-# ---- it edits ------------------------------------------------------------------------------------
-
-
-def test_prompts_of_the_tiny_model(pipe):
-    """The trainer reads captions and wishes as the model was taught to; every word is one token."""
-    policy = pipe.vision_language_encoder
-    ids, positions = read_prompt(policy, pipe.processor, "three circles")
-    trained_on, trained_positions, count = encode_prompt(pipe.processor, "three circles", 128, 128)
-    assert torch.equal(ids, trained_on) and torch.equal(positions, trained_positions)
-    assert count == 256 + 16
+def test_every_word_of_the_tiny_model_is_one_token(pipe):
     words_of = pipe.processor.tokenizer.convert_ids_to_tokens
+    ids, _, count = encode_prompt(pipe.processor, "three circles", 128, 128)
     words = " ".join(word for word in words_of(ids) if not word.startswith("<|"))
-    assert words == "three Ġcircles <sop> 4 Ġ4 <eop> <sop> 16 Ġ16 <eop>"
+    assert words == "three Ġcircles <sop> 4 Ġ4 <eop> <sop> 16 Ġ16 <eop>" and count == 256 + 16
     edit = Prompt("make the circle blue", source=shown(RED))
-    ids, positions = read_prompt(policy, pipe.processor, edit.text, edit.source)
+    read_sources(pipe, [edit], CPU)
+    ids, _, count = encode_edit(pipe.processor, edit, 128, 128)
     words = words_of(ids)
-    assert words[1:19] == ["<|begin_of_image|>", *["<|image|>"] * 16, "<|end_of_image|>"]
+    assert (words[1], words[18]) == ("<|begin_of_image|>", "<|end_of_image|>")
+    assert torch.equal(ids[2:18], edit.codes) and count == 16  # no preview
     assert words[19:23] == ["make", "Ġthe", "Ġcircle", "Ġblue"]
-    read_sources(pipe, [edit], torch.device("cpu"))
-    trained_on, trained_positions, count = encode_edit(pipe.processor, edit, 128, 128)
-    assert torch.equal(positions, trained_positions) and count == 16  # no preview
-    read = ids.masked_scatter(ids == policy.config.image_token_id, edit.codes)
-    assert torch.equal(read, trained_on)
 
 
-def test_the_shipped_weights_are_sound(pipe):
-    """The tower reads the codes of a drawing that the policy was taught. The policy writes for each
-    of two prompts side by side what it writes for that prompt alone."""
+def test_the_tower_reads_the_codes_of_a_drawing_that_the_policy_was_taught(pipe):
     rng = random.Random(5)
     scenes = [world.random_scene(rng) for _ in range(20)]
     drawn = [Prompt("", source=world.draw(scene)) for scene in scenes]
-    read_sources(pipe, drawn, torch.device("cpu"))
+    read_sources(pipe, drawn, CPU)
     assert torch.equal(torch.stack([each.codes for each in drawn]), make.codes_of(scenes)[:, 256:])
-    texts = "a ring", "a blue circle and a red cross"
-    encoded = [encode_prompt(pipe.processor, text, 128, 128) for text in texts]
-    found = [written(pipe, [encoded[i]], [i]) for i in (0, 1)]
-    assert torch.equal(written(pipe, encoded, [0, 1]), torch.cat(found))
-
-
-def written(pipe, encoded, seeds):
-    ids, positions, (length, *_) = zip(*encoded)
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    options = {"position_ids": positions, "allowed_ids": slice(0, 1024), "generators": generators}
-    return generate_with_logprobs(pipe.vision_language_encoder, ids, length, **options)[0]

@@ -1,4 +1,4 @@
-"""Evaluations by type of prompt: the file, which prompts are judged and shown, errors by hand, the
+"""Evaluations by type of prompt: which prompts are judged and shown, errors by hand, the
 table, frames."""
 
 import math
@@ -11,7 +11,7 @@ import torch
 from conftest import prompts_of, records
 from PIL import Image
 
-from runtime.data import Prompt, choose, evenly, read_file
+from runtime.data import Prompt, choose, evenly
 from runtime.evaluation import count_to_show
 from runtime.metrics import evaluation_metrics
 from runtime.words import evaluation_table
@@ -25,22 +25,7 @@ def rewards_of(**rewards):
     return {"reward": next(iter(named.values())), **named}
 
 
-# ---- the file ------------------------------------------------------------------------------------
-
-
-def test_a_line_names_the_kind_of_the_prompts_below_it(tmp_path):
-    text = "alone\n# type: counting\nthree circles\n# kindred spirits\n#type:two words \n\n1 fan\n#type:counting\ntwo"
-    file = tmp_path / "prompts.txt"
-    file.write_text(text)
-    # Comments are left out.
-    assert [(prompt.text, prompt.type, prompt.line) for prompt in read_file(file)] == [
-        ("alone", "other", 1),
-        ("three circles", "counting", 3),
-        ("1 fan", "two words", 7),
-        ("two", "counting", 9),
-    ]
-    file.write_text("a\n# b\n")
-    assert read_file(file)[0].type is None  # there is one type, without a name
+# ---- which prompts -------------------------------------------------------------------------------
 
 
 def test_evaluated_are_the_first_prompts_of_each_kind_in_turn():
@@ -106,11 +91,6 @@ def test_the_table_by_hand():
         ["- mean of types", "0.700 +- 0.071", "1.000 +- 0.071"],
     ]
     assert {len(line) for line in lines} == {max(map(len, lines))} and len(lines[0]) <= 100
-    after["moved"] = 2, 3
-    title, head, _, *rows = evaluation_table([after]).splitlines()
-    moved = " (2 of the last 3 steps moved the policy)"
-    assert title == f"4 held-out prompts x 2 pictures{moved}{words}"
-    assert len(rows) == 5 and head.count("|") == 3
     after["reward"] = [1.5, 0.1]  # of two rewards there is a sum
     rows = evaluation_table([after]).splitlines()[3:6]
     assert [row.split()[1] for row in rows] == ["reward", "f.py:facts", "g.py:right"]
@@ -168,11 +148,7 @@ def right(images, prompts, targets):  # the last call is the evaluation after th
 """
 
 
-def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypatch):
-    """Pictures that score 0 with the first judge are framed."""
-    grids = []
-    draw_grid = lambda *given: grids.append(given) or Image.new("RGB", (99, 9))
-    monkeypatch.setattr("viewer.draw_grid", draw_grid)
+def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd):
     Path("own.txt").write_text("zero\nfour\n")
     Path("new.txt").write_text("# type: low\none\ntwo\n# type: high\nthree\nfive\n")
     Path("mine.py").write_text(JUDGES)
@@ -188,10 +164,7 @@ def test_a_run_prints_and_keeps_its_evaluations_by_kind(judged, capfd, monkeypat
     row = r"\| - low +\| 0.500 \+- 0.500 +\| 0.750 \+- 0.250 +\|\n"
     output = "".join(capfd.readouterr())
     assert (len(re.findall(row, output)), output.count("| - low")) == (1, 3)
-    headings, ((first, _), (prompt, blocks)), _ = grids[-1]
-    assert headings == ["before", "after 2 steps"]
-    pictures, captions, framed = zip(*blocks[0], *blocks[1])
-    assert (first, prompt, framed) == ("one", "three", (False, False, True, False))
-    assert captions == ("reward 0.750", "reward 0.850") * 2
+    verdicts = [each["shown"][1]["reward/mine.py:right"] for each in (before, after)]
+    assert after["judge"] == "mine.py:right" and verdicts == [[1, 1], [0, None]]
     kept, last = (Image.open(file) for file in ("run/evaluation/000002/2-2.png", "last.png"))
-    assert kept.tobytes() == last.tobytes() == pictures[3].tobytes()
+    assert kept.tobytes() == last.tobytes()

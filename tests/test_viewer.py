@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import shutil
 import sys
 from html.parser import HTMLParser
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from PIL import Image, ImageFont
 import viewer
 from runtime.record import Record, as_lines
 from viewer import RunFiles
-from viewer.page import axis, draw_curves, draw_page, error_of, panel, state
+from viewer.page import draw_curves, draw_page, error_of, panel, state
 from viewer.sheets import draw_grid, font_for
 
 RED, BLUE = (250, 0, 0), (0, 0, 250)
@@ -141,21 +140,19 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-def test_a_run_in_its_first_evaluation_has_no_page_yet(tmp_path, monkeypatch, capsys):
-    (tmp_path / "evaluation.jsonl").touch()  # it begins empty
-    monkeypatch.setattr(sys, "argv", ["viewer", str(tmp_path)])
+@pytest.mark.parametrize(
+    "file, text, words",
+    [
+        ("evaluation.jsonl", "", "there is no evaluation in"),  # it begins empty
+        ("settings.json", '{"steps": 2}', "is a run of another version of this project: it has no"),
+    ],
+)
+def test_a_run_that_cannot_be_shown_is_one_line(made, monkeypatch, capsys, file, text, words):
+    (made / file).write_text(text)
+    monkeypatch.setattr(sys, "argv", ["viewer", str(made)])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_module("viewer", run_name="__main__")
-    assert f"there is no evaluation in {tmp_path}" in capsys.readouterr().err
-
-
-def test_a_run_of_another_version_is_one_line(made, tmp_path, monkeypatch, capsys):
-    run = shutil.copytree(made, tmp_path / "run")
-    (run / "settings.json").write_text('{"steps": 2}')
-    monkeypatch.setattr(sys, "argv", ["viewer", str(run)])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_module("viewer", run_name="__main__")
-    assert "run is a run of another version of this project: it has no '" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 def test_a_page_shows_the_run_and_names_files_that_are_there(made, monkeypatch, capsys):
@@ -202,29 +199,36 @@ def test_a_frame_needs_a_judge_that_says_1_or_0_alone(made):
     assert not any(wrong())
 
 
-def test_a_run_that_only_evaluates_has_a_page(made):
-    (made / "metrics.jsonl").unlink()
-    (made / "groups.jsonl").unlink()
+@pytest.mark.parametrize(
+    "lines, steps, words, missing",
+    [
+        # It only evaluates.
+        ({"metrics": 0, "groups": 0, "evaluation": 1}, 2, "0 of 2 steps", "<th>after"),
+        # A resumed run rewrites its metrics before its groups.
+        ({"metrics": 1}, 2, "1 of 2 steps", "step 2/2"),
+        # It made more steps than it is asked for.
+        ({}, 1, "2 of 2 steps", "1 of 1"),
+    ],
+)
+def test_a_page_says_how_many_steps_its_run_has_made(made, lines, steps, words, missing):
+    """lines: how many are left of a file. steps: that the run is asked for."""
+    for name, count in lines.items():
+        file = made / f"{name}.jsonl"
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:count]))
+    settings = (made / "settings.json").read_text()
+    (made / "settings.json").write_text(settings.replace('"steps": 2', f'"steps": {steps}'))
     run = viewer.read(made)
-    run.evaluations = run.evaluations[:1]
+    assert [*run.groups] == [each["step"] for each in run.metrics]
     text = draw_page(run)
-    assert "0 of 2 steps" in text and "0.200 ± 0.100" in text and "<th>before</th>" in text
-    run.evaluations[0]["adapter"] = "runs/1/checkpoints/000020"
+    assert words in text and "0.200 ± 0.100" in text and "<th>before</th>" in text
+    assert missing not in text
+
+
+def test_an_evaluation_of_an_adapter_names_it(made):
+    run = viewer.read(made)
+    run.evaluations = [run.evaluations[0] | {"adapter": "runs/1/checkpoints/000020"}]
     text = draw_page(run)
     assert "<th>runs/1/checkpoints/000020</th>" in text and "<th>before</th>" not in text
-
-
-def test_a_page_of_a_run_that_resumes_and_of_one_that_made_more_steps_than_it_is_asked_for(made):
-    """A resumed run rewrites its metrics before its groups."""
-    metrics = (made / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (made / "metrics.jsonl").write_text(metrics[0])
-    run = viewer.read(made)
-    assert [*run.groups] == [1] and "1 of 2 steps" in draw_page(run)
-    (made / "metrics.jsonl").write_text("".join(metrics))
-    settings = (made / "settings.json").read_text().replace('"steps": 2', '"steps": 1')
-    (made / "settings.json").write_text(settings)
-    text = draw_page(viewer.read(made))
-    assert "2 of 2 steps" in text and "step 2/2" in text
 
 
 @pytest.mark.parametrize(
@@ -282,11 +286,3 @@ def test_a_panel_has_every_point_in_its_place(made):
     assert error_of(groups, "f") == pytest.approx(3**0.5 / 2)  # of means 1.5, 3 and 4.5
     found = ElementTree.fromstring(draw_curves(viewer.read(made)))
     assert [each.find("{*}text").text for each in found.findall("{*}svg")] == ["f", "kind", "kl"]
-
-
-def test_an_axis_has_round_numbers_and_begins_at_0_where_it_can():
-    assert axis(0.6, 0.9) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])  # a share
-    assert axis(3, 7) == [0, 2, 4, 6, 8]
-    assert axis(20.1, 21.4) == pytest.approx([20, 20.5, 21, 21.5])
-    assert axis(-0.013, -0.001) == pytest.approx([-0.015, -0.01, -0.005, 0])
-    assert axis(0, 0) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])

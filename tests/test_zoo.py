@@ -59,15 +59,6 @@ SIZES = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-BART = {
-    "decoder_layers": 2,
-    "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 64,
-    "encoder_ffn_dim": 64,
-    "max_target_positions": 64,
-    "decoder_start_token_id": 2,
-}
-
 ANY_PROMPTS = {
     "llama": {},
     "gpt2": {},
@@ -80,7 +71,6 @@ ANY_PROMPTS = {
 ONE_LENGTH = {
     "mistral": {"sliding_window": 4},
     "gpt_oss": {"sliding_window": 4},
-    "bart": BART,
     "roberta": {"is_decoder": True},
     "bloom": {},
 }
