@@ -192,8 +192,8 @@ def values_of(settings, script, data):
     """What settings.json has."""
     own = reward_files(data).values()
     values = {name: x for name, x in vars(settings).items() if name not in ("out", "resume")}
-    of_run = script, ranks.count(), versions(own), settings.not_default()
-    return values | dict(zip(OF_RUN, of_run))
+    chosen = [name for name in settings.not_default() if name in values]
+    return values | dict(zip(OF_RUN, (script, ranks.count(), versions(own), chosen)))
 
 
 def versions(own=()):

@@ -90,8 +90,7 @@ def facts(run):
     yield "Prompts", f"{settings['prompts']}; held out: {settings['eval_prompts']}"
     yield "Reward", settings["reward"]
     yield "Judged by", settings["eval_reward"]
-    chosen = [name for name in settings["not_default"] if name in settings]  # not the folder
-    flags = [f"{option(name)} {settings[name]}" for name in chosen]
+    flags = [f"{option(name)} {settings[name]}" for name in settings["not_default"]]
     yield "Not the default", " ".join(flags) or "nothing"
     yield "A run like it", f"python {settings['script']} --config settings.json"
     yield "Versions", ", ".join(f"{name} {of}" for name, of in settings["versions"].items())
