@@ -8,10 +8,10 @@ makes the steps of examples/pictures.py, and adds what long runs need: checkpoin
 and GPUs, models that take turns on a small GPU. grpo_step() is one step of GRPO, its six
 parts in their order; loop() is the run. Scripts in examples/ reuse loop() with a subclass of Run.
 
-What to expect of the tiny model, in SECONDS. A line per step:
+What to expect of the tiny model, in a minute and a half of one CPU core. A line per step:
 
     step 5/10, epoch 0.7 | reward 0.973 +- 0.045 | 75% without spread | kl 0.0005 | entropy 0.0012
-    | gap 1e-08 | norm 0.009 | STEPs
+    | gap 1e-08 | norm 0.009 | 4.3s
 
 The mean reward rises from 0.592 to 0.992. Its standard deviation within a group, after +-, falls.
 A group without spread, all rewards equal, teaches nothing. docs/numbers.md says what each number
