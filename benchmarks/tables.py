@@ -164,6 +164,7 @@ def draw(runs, differences):
         x, halves = 100 * np.array([differences.get((task, x), [np.nan] * 2) for x in shown]).T
         first.errorbar(x, range(len(shown)), xerr=halves, fmt="ok")
         first.set_yticks(range(len(shown)), shown if task == TASKS[0] else [])
+        first.set_ylim(-0.5, len(shown) - 0.5)
         first.axvline(0)
         first.set_title(f"{task}: points from the reference")
         for several, axis in enumerate(others):

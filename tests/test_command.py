@@ -2,6 +2,7 @@
 its numbers."""
 
 import ast
+import dataclasses
 import io
 import json
 import math
@@ -215,6 +216,17 @@ def test_a_code_page_without_chinese_letters_ends_no_run(judged, monkeypatch, co
 
 
 # ---- settings and refusals -----------------------------------------------------------------------
+
+
+def test_default_prompts_are_the_projects_own(tmp_path, monkeypatch):
+    """Also where the working folder has files of these names, which a user may name."""
+    monkeypatch.chdir(tmp_path)
+    Path(settings.TINY).mkdir()
+    (file := Path(settings.TINY, "prompts.txt")).write_text("a prompt of mine\n", "utf-8")
+    defaults = train.parse_settings([])
+    assert len(train.read_prompts(defaults)) == 112
+    (mine,) = train.read_prompts(dataclasses.replace(defaults, prompts=str(file)))
+    assert mine.text == "a prompt of mine"
 
 
 def test_defaults_depend_on_the_model():

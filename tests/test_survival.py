@@ -360,8 +360,9 @@ def test_half_a_copy_is_no_adapter(one_step, tmp_path, monkeypatch):
     """Also over an older copy: a second Ctrl-C may end an export."""
     own = {"adapter": one_step / "adapter"}
     copy_adapters(own, tmp_path)
-    copies = Mock(side_effect=[None, KeyboardInterrupt])
-    monkeypatch.setattr(shutil, "copyfile", copies)
+    first = lambda *files: monkeypatch.setattr(shutil, "copyfile", second) or copy(*files)
+    copy, second = shutil.copyfile, Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(shutil, "copyfile", first)
     with pytest.raises(KeyboardInterrupt):
         copy_adapters(own, tmp_path)
     assert "no adapter is there" in error_from(find_adapters, tmp_path / "adapter")
