@@ -239,12 +239,12 @@ def test_a_resume_warns_where_other_modules_of_the_users_are_others(quick, capsy
 
 
 def test_a_run_of_a_users_own_script_is_resumed_by_that_script_alone(quick, capsys, monkeypatch):
-    Path("own.py").write_text("import train\n\nclass Own(train.Run):\n    pass\n")
+    Path("own_run.py").write_text("import train\n\nclass Own(train.Run):\n    pass\n")
     monkeypatch.syspath_prepend(Path.cwd())
-    own, flags = importlib.import_module("own"), ["--steps", "0", "--out", "run"]
+    own, flags = importlib.import_module("own_run"), ["--steps", "0", "--out", "run"]
     assert train.main([*QUICK, *flags], own.Own) == 0
     script = json.loads(Path("run/settings.json").read_text())["script"]
-    assert script == str(Path("own.py").resolve())
+    assert script == str(Path("own_run.py").resolve())
     assert resume("run", run_class=train.Run) == 2
     assert f"is of a run of {script}, not of train.py" in error_of(capsys)
     assert resume("run", run_class=own.Own) == 0
