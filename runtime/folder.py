@@ -216,8 +216,9 @@ def versions(own=()):
 
 
 def hash_of(files):
-    """Of their texts: a checkout may end lines as Windows does."""
-    return sha256("".join(x.read_text("utf-8") for x in files).encode()).hexdigest()[:12]
+    """Of their texts: a checkout may end lines as Windows does. (A compiled module has bytes.)"""
+    texts = [x.read_text("utf-8", "replace") for x in files]
+    return sha256("".join(texts).encode()).hexdigest()[:12]
 
 
 # ---- what a step leaves --------------------------------------------------------------------------

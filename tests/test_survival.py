@@ -226,14 +226,15 @@ def test_a_resume_stops_where_a_reward_file_is_another(quick, capsys):
 @pytest.mark.parametrize("name", ["helper.py", "draw.py"])
 def test_a_resume_warns_where_other_modules_of_the_users_are_others(quick, capsys, name):
     """What a reward file imports; and the functions that draw targets."""
-    Path("helper.py").write_text("VALUE = 1\n")
+    Path("helper.py").write_bytes(b"# coding: latin-1, not the usual: \xe9\nVALUE = 1\n")
     Path("mine.py").write_text("from helper import VALUE\nf = lambda images: [VALUE, 2]\n")
     draw = "from PIL import Image\nt = lambda: [Image.new('RGB', (32, 32), 'red')] * 2\n"
     Path("draw.py").write_text(draw)
     flags = "--reward mine.py:f,mse --targets draw.py:t --eval-targets draw.py:t"
     assert quick(flags, "--steps 1 --out run") == 0
     assert resume("run") == 0 and "began" not in capsys.readouterr().out
-    Path(name).write_text(Path(name).read_text() + "MORE = 1\n")
+    with open(name, "a", encoding="utf-8") as file:
+        file.write("MORE = 1\n")
     assert resume("run") == 0
     assert "warning: run began with your modules " in capsys.readouterr().out
 
