@@ -216,9 +216,9 @@ def versions(own=()):
 
 
 def hash_of(files):
-    """Of their texts: a checkout may end lines as Windows does. (A compiled module has bytes.)"""
-    texts = [x.read_text("utf-8", "replace") for x in files]
-    return sha256("".join(texts).encode()).hexdigest()[:12]
+    """Of their bytes, but for the ends of lines: a checkout may end them as Windows does."""
+    contents = (file.read_bytes().replace(b"\r\n", b"\n") for file in files)
+    return sha256(b"".join(contents)).hexdigest()[:12]
 
 
 # ---- what a step leaves --------------------------------------------------------------------------
