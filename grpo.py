@@ -632,7 +632,10 @@ def generate_with_logprobs(
         `ids` extends the cache and ends at position `end`. rows: (B,), the prompt of each row.
         """
         start = end - ids.shape[1]
-        mask = None if not_padding is None else _attention_mask(not_padding[rows], start, end)
+        # Two dimensions, from which transformers makes each layer's own: windows, recurrent states.
+        # A padding token sees nothing: torch's kernels answer 0 there (since 2.5: pytorch 133882;
+        # on Apple since 2.9), but cuDNN's, see GRPO. NaN would reach all tokens, so NotFinite.
+        mask = None if not_padding is None else not_padding[rows, :end]
         forward = token_forward if token_forward and cache is not None else model
         output = forward(
             input_ids=ids,
@@ -763,16 +766,6 @@ def _pad_left(prompt_ids, position_ids, num_new_tokens, device):
             position_ids = [torch.arange(length) for length in lengths]
     positions = None if position_ids is None else side_by_side(position_ids)
     return side_by_side(prompt_ids), positions, not_padding
-
-
-def _attention_mask(not_padding, start, end):
-    """What the tokens from start to end attend to: (B, L+T) bool -> (B, 1, end - start, end)."""
-    # Padding attends to itself: on recent cards a row that sees nothing may be NaN, silently. The
-    # mask has four dimensions because transformers takes it as it is; given one of two, it would
-    # sync with the GPU at every token.
-    keys = torch.arange(end, device=not_padding.device)
-    queries = keys[start:, None]
-    return (not_padding[:, None, None, :end] & (keys <= queries)) | (keys == queries)
 
 
 def _all_ended(samples, end_ids):

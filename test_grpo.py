@@ -814,27 +814,40 @@ def test_samples_without_a_seed_take_the_next_ones(monkeypatch):
     assert len({str(tokens) for tokens in firsts}) == 4
 
 
-def test_each_prompt_is_read_once_and_no_token_sees_nothing(monkeypatch):
+def test_each_prompt_is_read_once():
     """By as many rows as there are prompts, the cache then has a row per sample; only the last
-    logits are computed. Attention may answer NaN to a token that sees nothing; and no mask is left
-    for transformers to ask about."""
-    model, seen, sees = text_model(), [], []
-    attend = torch.nn.functional.scaled_dot_product_attention
-
-    def attention(*given, attn_mask, **options):
-        sees.append(attn_mask.any(-1).all().item())
-        return attend(*given, attn_mask=attn_mask, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    logits are computed."""
+    model, seen = text_model(), []
     model.register_forward_hook(
         lambda module, _, given, output: seen.append(
-            (*given["input_ids"].shape, given["attention_mask"].ndim, output.logits.shape[1])
+            (*given["input_ids"].shape, *given["attention_mask"].shape, output.logits.shape[1])
         ),
         with_kwargs=True,
     )
     generate_with_logprobs(model, [LONG, SHORT, LONG[:4]], 3, num_samples=2, top_p=0.9)
-    assert seen == [(3, 5, 4, 1), (6, 1, 4, 1), (6, 1, 4, 1)]
-    assert sees == [True] * 6  # two layers
+    assert seen == [(3, 5, 3, 5, 1), (6, 1, 6, 6, 1), (6, 1, 6, 7, 1)]
+
+
+def test_a_kernel_that_answers_nan_to_padding_is_loud(monkeypatch):
+    """Padding sees nothing: there a kernel of torch answers 0, and nothing else depends on it."""
+    attend, blind = torch.nn.functional.scaled_dot_product_attention, []
+
+    def attention(*given, attn_mask=None, **options):
+        output = attend(*given, attn_mask=attn_mask, **options)
+        if attn_mask is not None:
+            unseeing = ~attn_mask.any(-1, keepdim=True)
+            if not any(blind):  # the first layer: nothing is NaN yet
+                assert (output.where(unseeing, 0) == 0).all()  # this kernel's answer
+            blind.append(unseeing.any().item())
+            output = output.masked_fill(unseeing, torch.nan)
+        return output
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    generate_with_logprobs(text_model(), [LONG], 3)
+    assert not any(blind)
+    with pytest.raises(NotFinite):
+        generate_with_logprobs(text_model(), [LONG, SHORT], 3)
+    assert any(blind)
 
 
 @pytest.mark.parametrize("ends, seed", [(tuple(range(1, 50, 9)), 3), ([0], 1), (0, 1)])

@@ -166,7 +166,7 @@ class CapturedForward:
             self.cache.update(pad(layer.keys, fill), pad(layer.values, fill), i)
         self.mask.fill_(True)
         if attention_mask is not None:
-            self.mask[:rows, : length + 1].copy_(attention_mask[:, 0, 0])
+            self.mask[:rows, : length + 1].copy_(attention_mask)
         if self.graph is None and not self.refused and device.type == "cuda":
             self._capture(length)
 

@@ -64,7 +64,7 @@ from world import (
 from glm_image.editing import encode_edit
 from glm_image.model import encode_prompt, for_decoder, latent_scaling
 from gpu.model import without_weights
-from grpo import _attention_mask, _pad_left
+from grpo import _pad_left
 from runtime.data import Prompt
 
 NUM_CODES = 1024
@@ -255,7 +255,7 @@ def train_policy(policy, steps, lr, redraw=None):
         logits = policy(
             input_ids=torch.cat([ids, targets], dim=1),
             position_ids=positions,
-            attention_mask=None if real is None else _attention_mask(real, 0, real.shape[1]),
+            attention_mask=real,
             logits_to_keep=targets.shape[1] + 1,
             use_cache=False,
         ).logits
