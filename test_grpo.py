@@ -3,38 +3,26 @@ autograd, and transformers' own generate().
 
     pytest test_grpo.py  # no network, no GPU, under a minute on one core
 
-The text model that learns here is also the lab of docs/exercises.md: learn().
+Copy it with grpo.py: it needs nothing else of this repository. The text model that learns here is
+also the lab of docs/exercises.md: learn().
 """
 
-import copy
 import math
 import os
 import runpy
-import sys
 import threading
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from diffusers import GlmImagePipeline
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LogitsProcessorList,
-)
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "tiny-glm-image")]
-
-from make import NUM_CODES
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 import grpo
-from glm_image.model import encode_prompt
 from grpo import (
     Group,
     NotFinite,
@@ -49,8 +37,6 @@ from grpo import (
     mask_through_end,
     set_advantages,
 )
-from lookup import find_path
-from runtime.settings import TINY
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # several threads on matrices this small only wait for one another
@@ -623,16 +609,6 @@ def test_gradient_checkpointing_is_awake_in_training_and_changes_nothing():
 
 # ---- 1 and 4, against transformers' generate() ---------------------------------------------------
 
-CODES = slice(0, NUM_CODES)
-RED, BLUE = "a red circle on a pink background", "a blue cross"  # of two lengths
-
-
-@pytest.fixture(scope="session")
-def pipe():
-    """The shipped model, through the stock pipeline. Its distributions are sharp, so a wrong
-    position is expensive."""
-    return GlmImagePipeline.from_pretrained(find_path(TINY), dtype=torch.float32)
-
 
 def seeded(*seeds):
     return [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -644,26 +620,6 @@ def reread(model, ids, tokens, **shaping):
         return get_per_token_logprobs(
             model, torch.cat([ids.expand(len(tokens), -1), tokens], 1), tokens.shape[1], **shaping
         )
-
-
-def glm_prompts(pipe, *texts, size=(128, 128), length=None):
-    """Ids, positions and T of some prompts; a `length` keeps the first tokens only, which saves
-    time."""
-    ids, positions, counts = zip(*(encode_prompt(pipe.processor, text, *size) for text in texts))
-    length = length or counts[0]
-    return ids, [p[:, : len(i) + length] for i, p in zip(ids, positions)], length
-
-
-def glm_inputs(pipe, prompt, height, width):
-    """What the stock pipeline hands to generate()."""
-    messages = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}]]
-    return pipe.processor.apply_chat_template(
-        messages,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"target_h": height, "target_w": width},
-    )
 
 
 def oracle(model, inputs, tokens, nucleus, allowed_ids, temperature):
@@ -694,45 +650,60 @@ def oracle(model, inputs, tokens, nucleus, allowed_ids, temperature):
     return logits.log_softmax(-1).gather(-1, drawn).squeeze(-1)
 
 
-def test_glm_image_equals_generate(pipe):
-    """A wide picture: an exchange of rows and columns shows. Its prompt is padded, beside a longer
-    one."""
-    model, size = pipe.vision_language_encoder, (64, 128)
-    ids, positions, length = glm_prompts(pipe, BLUE, RED, size=size)
-    how = {"allowed_ids": CODES, "temperature": 6.0}
+IDS = slice(3, 45)  # that may be sampled: not its first one, nor its last
+
+
+def test_sampling_equals_generate():
+    """A prompt is padded beside a longer one."""
+    model, how = text_model(), {"allowed_ids": IDS, "temperature": 6.0}
     tokens, logprobs, nucleus = generate_with_logprobs(
-        model,
-        ids,
-        length,
-        num_samples=2,
-        position_ids=positions,
-        top_p=0.9,
-        generators=seeded(10, 11),
-        **how,
+        model, [SHORT, LONG], 12, num_samples=2, top_p=0.9, generators=seeded(10, 11), **how
     )
-    assert tokens.shape == logprobs.shape == (4, length)
+    assert tokens.shape == logprobs.shape == (4, 12)
     assert tokens.dtype == torch.int64 and logprobs.dtype == torch.float32
     assert len(tokens.unique(dim=0)) == 4  # a group of copies teaches nothing
-    expected = oracle(model, glm_inputs(pipe, BLUE, *size), tokens[:2], nucleus[:2], **how)
-    # generate() has just left its own grid in the model: reading again must not pick that up.
-    how |= {"position_ids": positions[0], "nucleus": nucleus[:2]}
-    for found in (logprobs[:2], reread(model, ids[0], tokens[:2], **how)):
-        torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+    for i, prompt in enumerate([SHORT, LONG]):
+        rows = slice(2 * i, 2 * i + 2)
+        inputs = {"input_ids": prompt[None], "attention_mask": torch.ones_like(prompt[None])}
+        expected = oracle(model, inputs, tokens[rows], nucleus[rows], **how)
+        again = reread(model, prompt, tokens[rows], nucleus=nucleus[rows], **how)
+        for found in (logprobs[rows], again):
+            torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
 
 
-def test_reading_again_has_to_know_how_it_was_sampled(pipe):
-    """The silent trap, above all of positions: without them the same call runs, and is wrong by
-    nats."""
-    model, how = pipe.vision_language_encoder, {"allowed_ids": CODES, "temperature": 3.0}
-    (ids,), places, T = glm_prompts(pipe, RED, length=60)
-    sampling = {"position_ids": places, "top_p": 0.7, "generators": seeded(0), **how}
-    tokens, logprobs, nucleus = generate_with_logprobs(model, [ids], T, **sampling)
-    how |= {"position_ids": places[0], "nucleus": nucleus}
+def test_reading_again_has_to_know_how_it_was_sampled():
+    """The silent trap."""
+    model, how = text_model(), {"allowed_ids": IDS, "temperature": 3.0}
+    sampling = {"top_p": 0.7, "generators": seeded(0), **how}
+    tokens, logprobs, nucleus = generate_with_logprobs(model, [LONG], 12, **sampling)
+    how["nucleus"] = nucleus
     without = {name: {k: v for k, v in how.items() if k != name} for name in how}
-    without["allowed_ids"]["nucleus"] = None  # it is as wide as there are codes
-    gap = lambda told: (reread(model, ids, tokens, **told) - logprobs).abs().max()
-    gaps = {name: gap(told) for name, told in without.items()}
-    assert gaps["position_ids"] > 1 and min(gaps.values()) > 0.1
+    without["allowed_ids"]["nucleus"] = None  # it is as wide as there are ids
+    gap = lambda told: (reread(model, LONG, tokens, **told) - logprobs).abs().max()
+    assert gap(how) < 2e-4 and min(map(gap, without.values())) > 0.1
+
+
+class Places(Bigram):
+    """It draws by time, row and column alone, whatever the ids are."""
+
+    def __call__(self, position_ids, **_):
+        time, row, column = position_ids
+        return super().__call__((time + 2 * row + column) % 3)
+
+
+def test_positions_reach_sampling_and_every_pass():
+    """Of a picture's codes, or of any model that is told its positions; one prompt is padded."""
+    run = trainer(with_adapter(text_model()))
+    run.model = Places()
+    run.model.eval = lambda: None
+    places = [torch.randint(9, (3, len(ids) + 6)) for ids in (LONG, SHORT)]
+    groups = run.sample([(LONG, places[0], 6), (SHORT, places[1], 6)], 4, 0)
+    for group, (time, row, column) in zip(groups, places):
+        before = ((time + 2 * row + column) % 3)[-7:-1]  # the places that predict the T tokens
+        by_hand = Bigram()(before).logits.log_softmax(-1).expand(4, 6, 3)
+        by_hand = by_hand.gather(-1, group.tokens[..., None])[..., 0]
+        for found in (group.old_logprobs, run.logprobs(group, torch.arange(4))):
+            torch.testing.assert_close(found, by_hand)
 
 
 def test_exactly_t_codes_even_when_the_model_wants_to_stop():
@@ -875,14 +846,12 @@ def test_sampling_goes_through_the_end_of_every_text(ends, seed):
     torch.testing.assert_close(logprobs, cat(endless, "old_logprobs")[:, :length])
 
 
-def test_before_the_first_update_ratio_is_one_and_kl_zero(pipe):
-    """Whatever shapes the sampler's distribution reaches reading again too: positions, codes,
-    temperature and nucleus."""
+def test_before_the_first_update_ratio_is_one_and_kl_zero():
+    """Whatever shapes the sampler's distribution reaches reading again too: ids, temperature and
+    nucleus."""
     settings = {"kl_coef": 0.1, "top_p": 0.7, "temperature": 3.0, "micro_batch_size": 3}
-    ids, places, length = glm_prompts(pipe, RED, BLUE, length=24)
-    model = with_adapter(copy.deepcopy(pipe.vision_language_encoder))
-    run = trainer(model, allowed_ids=CODES, **settings)
-    groups = run.sample([*zip(ids, places, [length] * 2)], 4, 0)
+    run = trainer(allowed_ids=IDS, **settings)
+    groups = run.sample([(ids, None, 24) for ids in (LONG, SHORT)], 4, 0)
     set_advantages(groups, torch.arange(8.0))
     run.add_reference(groups)
     with warnings.catch_warnings():

@@ -36,6 +36,7 @@ from conftest import (
     tiny_settings,
 )
 from peft.tuners.lora import LoraLayer
+from test_glm_image import glm_prompts
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import StaticCache
 
@@ -57,7 +58,7 @@ from lookup import UserError
 from runtime import cpu, ranks
 from runtime.cpu import SharedForward
 from runtime.settings import RELEASE, parse_settings
-from test_grpo import glm_prompts, reread, text_model, with_adapter
+from test_grpo import reread, text_model, with_adapter
 from train import adamw
 
 LENGTH = 10  # tokens: enough to run over the end of a prompt that is too long for the cache
