@@ -374,8 +374,7 @@ class GRPO:
         with self.reference():
             for group in groups:
                 if self.teaches(group):
-                    parts = [self.logprobs(group, rows) for rows in self.micro_batches(group)]
-                    group.ref_logprobs = torch.cat(parts)
+                    group.ref_logprobs = self.all_logprobs(group)
 
     @torch.enable_grad()
     def update(self, groups):
@@ -450,18 +449,27 @@ class GRPO:
     def logprobs(self, group, rows):
         """4: log-probs (B, T) of some samples of a group under the model as it is.
 
-        They are on the CPU, where the group's other tensors wait. Autograd passes through .cpu().
+        They are 0 after the last token that counts in any of these samples. They are on the CPU,
+        where the group's other tensors wait. Autograd passes through .cpu().
         """
-        ids = torch.cat([group.prompt_ids.expand(len(rows), -1), group.tokens[rows]], dim=1)
-        return get_per_token_logprobs(
+        end = int(_ends(group)[rows].max())
+        ids = torch.cat([group.prompt_ids.expand(len(rows), -1), group.tokens[rows, :end]], dim=1)
+        logprobs = get_per_token_logprobs(
             self.model,
-            ids,  # (B, L+T)
-            group.tokens.shape[1],
+            ids,  # (B, L+end)
+            end,
             position_ids=group.position_ids,
             allowed_ids=self.allowed_ids,
             temperature=self.settings.temperature,
-            nucleus=_rows(group.nucleus, rows),
-        ).cpu()
+            nucleus=None if group.nucleus is None else group.nucleus[rows, :end],
+        )
+        return pad(logprobs.cpu(), (0, group.tokens.shape[1] - end))
+
+    def all_logprobs(self, group):
+        """4: log-probs (G, T) of all samples of a group, in the samples' order."""
+        rows = self.micro_batches(group)
+        parts = torch.cat([self.logprobs(group, each) for each in rows])
+        return parts[torch.cat(rows).argsort()]
 
     def step(self):
         """6: an optimiser step by the gradients as they are. Returns their norm before clipping."""
@@ -485,8 +493,8 @@ class GRPO:
             yield
 
     def micro_batches(self, group):
-        """Indices of a group's samples, `micro_batch_size` at a time."""
-        return torch.arange(len(group.old_logprobs)).split(self.settings.micro_batch_size)
+        """Indices of a group's samples, `micro_batch_size` at a time, short ones together."""
+        return _ends(group).argsort(stable=True).split(self.settings.micro_batch_size)
 
     def mean_metrics(self, reports):
         """[(size, metrics)] of micro-batches -> their means over all processes; NaN if none.
@@ -570,7 +578,9 @@ def _log_distribution(logits, allowed_ids, temperature, nucleus=None):
     Sampling and recomputing both come through here, so that a ratio never compares two different
     distributions.
     """
-    logits = logits[..., allowed_ids].float() / temperature  # softmax in bf16 would lose the tail
+    logits = logits[..., allowed_ids].float()  # softmax in bf16 would lose the tail
+    if temperature != 1:  # dividing by 1 would be a pass over all logits for nothing
+        logits = logits / temperature
     if nucleus is not None:
         logits = logits.masked_fill(~nucleus.to(logits.device), float("-inf"))
     return logits.log_softmax(-1)
@@ -611,7 +621,7 @@ def generate_with_logprobs(
         temperature: divides the logits; above 0.
         top_p: in (0, 1]; 1 keeps every id.
         end_ids: the id that ends a text, or several. T then is the length of the longest text, at
-            most `num_new_tokens`. None: T is `num_new_tokens`.
+            most `num_new_tokens`; what stands after an end is noise. None: T is `num_new_tokens`.
         generators: N torch.Generators on the model's device, so that no group depends on its
             neighbours. None: torch's.
         token_forward: called instead of the model for every token but the first, e.g. a captured
@@ -664,10 +674,18 @@ def generate_with_logprobs(
 
     # The samples: the first tokens follow from that pass, then each pass gives one more.
     samples = [draw(logits)]
+    # Samples whose text may go on: they alone are rows of the cache.
+    unfinished = torch.arange(len(rows), device=model.device)
     for end in range(length + 1, length + num_new_tokens):
-        if end_ids is not None and _all_ended(samples, end_ids):
-            break
-        logits, cache = next_logits(samples[-1][0], rows, end, cache)
+        if end_ids is not None and len(samples) % 16 == 0:  # rarely: the CPU waits for the GPU here
+            # A captured step has a fixed number of rows.
+            unfinished = _drop_ended(samples, unfinished, end_ids, None if token_forward else cache)
+            if not len(unfinished):
+                break
+        ids = samples[-1][0][unfinished]
+        of_unfinished, cache = next_logits(ids, rows[unfinished], end, cache)
+        # Noise is drawn for all rows, so no sample depends on which others have ended.
+        logits = of_unfinished.new_zeros(logits.shape).index_copy(0, unfinished, of_unfinished)
         samples.append(draw(logits))
 
     tokens, logprobs, nuclei = zip(*samples, strict=True)
@@ -768,12 +786,19 @@ def _pad_left(prompt_ids, position_ids, num_new_tokens, device):
     return side_by_side(prompt_ids), positions, not_padding
 
 
-def _all_ended(samples, end_ids):
-    """Whether every text has ended. (N*G, 1) tokens and more, per token -> bool."""
-    if len(samples) % 16:  # rarely, as the CPU waits for the GPU here
-        return False
+def _drop_ended(samples, unfinished, end_ids, cache):
+    """Those of the samples `unfinished`, the rows of the cache, whose text has not ended.
+
+    The others leave the cache. From a cache without reorder_cache they leave when all have ended.
+    """
     tokens = torch.cat([token for token, *_ in samples], dim=1)  # (N*G, tokens so far)
-    return torch.isin(tokens, tokens.new_tensor(end_ids)).any(1).all()
+    going_on = ~torch.isin(tokens, tokens.new_tensor(end_ids)).any(1)[unfinished]
+    if not going_on.any():
+        return unfinished[:0]
+    if not hasattr(cache, "reorder_cache"):
+        return unfinished
+    cache.reorder_cache(going_on.nonzero()[:, 0])
+    return unfinished[going_on]
 
 
 def mask_through_end(tokens, end_ids):
@@ -795,6 +820,12 @@ def _nucleus(logp, top_p):
     rows = ~nucleus.any(-1)
     nucleus[rows] = TopPLogitsWarper(top_p)(None, logp[rows]).isfinite()
     return nucleus
+
+
+def _ends(group):
+    """(G,): of each sample the number of tokens through the last that counts, at least 1."""
+    counts = torch.ones_like(group.old_logprobs) if group.mask is None else group.mask > 0
+    return (counts * torch.arange(1, counts.shape[1] + 1)).amax(1).clamp(min=1).long()
 
 
 def _rows(tensor, rows):

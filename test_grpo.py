@@ -827,7 +827,9 @@ def test_sampling_goes_through_the_end_of_every_text(ends, seed):
     enough; a single id may be a number, also 0, as transformers has it."""
     shaping = {"temperature": 2.0, "allowed_ids": slice(0, 45)}
     run, passes = trainer(end_ids=ends, **shaping), []
-    run.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    run.model.register_forward_pre_hook(
+        lambda module, _, given: passes.append(len(given["input_ids"])), with_kwargs=True
+    )
     cat = lambda groups, name: torch.cat([getattr(group, name) for group in groups])
     groups, endless = (
         each.sample([(ids, None, 40) for ids in (LONG, SHORT)], 2, seed)
@@ -837,13 +839,38 @@ def test_sampling_goes_through_the_end_of_every_text(ends, seed):
     assert all(group.mask is None for group in endless)
     rows, ends = cat(endless, "tokens").tolist(), np.atleast_1d(ends)
     first = [next(t for t, token in enumerate(row) if token in ends) for row in rows]
-    assert min(first) < 16 <= max(first) < 32 and len(passes) == 32  # it looks at every 16th token
+    assert min(first) < 16 <= max(first) < 32
+    # At every 16th token it looks; ended texts then leave the passes.
+    assert passes == [2] + 15 * [4] + 16 * [sum(end >= 16 for end in first)]
     length = max(first) + 1
     assert mask.sum(1).tolist() == [end + 1 for end in first] and mask.shape[1] == length
     expected = cat(endless, "tokens")[:, :length]
     # Nothing stands after an end.
     assert torch.equal(tokens, expected.where(mask > 0, torch.tensor(ends[0])))
-    torch.testing.assert_close(logprobs, cat(endless, "old_logprobs")[:, :length])
+    logprobs, expected = logprobs[mask > 0], cat(endless, "old_logprobs")[:, :length][mask > 0]
+    torch.testing.assert_close(logprobs, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_a_pass_reads_no_further_than_what_counts(top_p):
+    """Short samples share a micro-batch; each has the log-probs of a pass over all tokens."""
+    run, lengths = trainer(end_ids=7, micro_batch_size=2, top_p=top_p), []
+    (group,) = run.sample([(LONG, None, 12)], 5, 3)
+    group.mask = torch.zeros(group.tokens.shape)
+    for row, counting in enumerate(([0, 8], [2], [], [0, 1, 2], [5])):
+        group.mask[row, counting] = 1  # through tokens 9, 3, none, 3 and 6; gaps change nothing
+    run.model.register_forward_pre_hook(
+        lambda module, _, given: lengths.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    assert [rows.tolist() for rows in run.micro_batches(group)] == [[2, 1], [3, 4], [0]]
+    found = run.all_logprobs(group)
+    assert lengths == [len(LONG) + end - 1 for end in (3, 6, 9)]
+    expected = reread(run.model, LONG, group.tokens, nucleus=group.nucleus)
+    counts = group.mask > 0
+    torch.testing.assert_close(found[counts], expected[counts], atol=1e-5, rtol=0)
+    assert found.shape == group.tokens.shape and (found[:, 9:] == 0).all()
+    group.mask = None
+    assert [rows.tolist() for rows in run.micro_batches(group)] == [[0, 1], [2, 3], [4]]
 
 
 def test_before_the_first_update_ratio_is_one_and_kl_zero():

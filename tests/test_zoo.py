@@ -20,6 +20,7 @@ from grpo import (
     GRPOSettings,
     Offload,
     generate_with_logprobs,
+    mask_through_end,
     set_advantages,
 )
 from test_grpo import reread, trainer, with_adapter
@@ -171,6 +172,32 @@ def test_prompts_of_one_length(kind, tmp_path):
     set_advantages(groups, torch.arange(8.0))
     metrics, messages = observed(run.update, groups)
     assert metrics["mean_logprob_gap"] > 0.1 and "recomputed log-probs disagree" in messages[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_that_end_leave_every_kind_of_cache(kind):
+    """The others go on as if nothing had happened."""
+    model, rows = build(kind), []
+
+    def sample(**ends):
+        generators = [seeded(seed) for seed in range(2)]
+        return generate_with_logprobs(
+            model, EQUAL, 40, num_samples=4, generators=generators, **how, **ends
+        )
+
+    how = {"allowed_ids": IDS, "temperature": 5.0}
+    endless, _, _ = sample()
+    early = lambda id: (endless[:, :16] == id).any(1).sum()  # so many texts end with it at once
+    ends = next(id for id in range(IDS.start, IDS.stop) if 0 < early(id) < 8)
+    model.register_forward_hook(lambda module, given, output: rows.append(len(output.logits)))
+    tokens, logprobs, _ = sample(end_ids=ends)
+    assert rows[1] == 8 > rows[-1] > 0
+    mask = mask_through_end(tokens, ends)
+    assert torch.equal(tokens[mask > 0], endless[:, : tokens.shape[1]][mask > 0])
+    for i, prompt in enumerate(EQUAL):
+        own = slice(4 * i, 4 * i + 4)
+        again = reread(model, prompt, tokens[own], **how) * mask[own]
+        torch.testing.assert_close(logprobs[own] * mask[own], again, atol=1e-4, rtol=0)
 
 
 def test_weights_that_are_not_float32_are_warned_of():
