@@ -69,7 +69,7 @@ repeats the passes on the same samples.
 
 A training step has six parts, in this order; examples/pictures.py has them in a whole trainer:
 
-    groups = trainer.sample(encoded, G, seed)  # 1. G sequences per prompt, with log pi_old
+    groups = trainer.sample(prompts, G, seed)  # 1. G sequences per prompt, with log pi_old
     rewards = ...                              # 2. paint and score: in train.py, or your own
     set_advantages(groups, rewards)            # 3. z-scores within each group
     trainer.add_reference(groups)              # 4. log ref of the same tokens
@@ -322,23 +322,22 @@ class GRPO:
         # In the whole process: cuDNN's attention may give wrong tokens (pytorch 193893, trl 7181).
         torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def sample(self, encoded, group_size, seed=None):
+    def sample(self, prompts, group_size, seed=None, *, max_new_tokens=None):
         """1: N Groups of `group_size` (G) samples.
 
-        encoded: N times (prompt_ids (L,), position_ids (3, L+T) or None for a text model, T), with
-        one T for all, and prompts without padding. Group i draws from `seed + i` alone: the same
-        prompts and seed give the same samples until the policy moves. So the seeds of two steps
-        must differ by N or more. Without a seed each call takes the next N, from 0 on.
+        prompts: N lists or tensors (L,) of ids without padding, for texts of at most
+        `max_new_tokens` (T). Or N tuples (prompt_ids, position_ids (3, L+T), T), with one T for
+        all, where the model does not count its positions itself.
+
+        Group i draws from `seed + i` alone: the same prompts and seed give the same samples until
+        the policy moves. So the seeds of two steps must differ by N or more. Without a seed each
+        call takes the next N, from 0 on.
         """
-        if len({length for *_, length in encoded}) > 1:
-            raise ValueError("the prompts have several T: give one for all")
-        if any(ids.ndim != 1 for ids, *_ in encoded):
-            raise ValueError("prompt ids are not (L,): of a tokenizer's (1, L) give input_ids[0]")
+        prompt_ids, position_ids, length = _checked_prompts(prompts, max_new_tokens)
         self.begin("sample", self.model)
         self.model.eval()
-        prompt_ids, position_ids, (length, *_) = zip(*encoded, strict=True)
         seeds = self.seeds if seed is None else itertools.count(seed)
-        generators = [torch.Generator(self.model.device).manual_seed(next(seeds)) for _ in encoded]
+        generators = [torch.Generator(self.model.device).manual_seed(next(seeds)) for _ in prompts]
         tokens, logprobs, nucleus = generate_with_logprobs(
             self.model,
             prompt_ids,
@@ -837,6 +836,26 @@ def _rows(tensor, rows):
 
 class NotFinite(ValueError):
     """Sampled log-probs are NaN or infinite."""
+
+
+def _checked_prompts(prompts, max_new_tokens):
+    """What GRPO.sample was given -> N ids (L,), N positions or None, T."""
+    of_texts = 'give a list of prompts, each a list of ids: tokenizer(texts)["input_ids"]'
+    if isinstance(prompts, str | torch.Tensor) or hasattr(prompts, "keys") or not len(prompts):
+        raise ValueError(of_texts)
+    full = [each if isinstance(each, tuple) else (each, None, max_new_tokens) for each in prompts]
+    if any(len(each) != 3 or each[2] is None for each in full):
+        raise ValueError("give max_new_tokens, or tuples (prompt_ids, position_ids, T)")
+    prompt_ids, position_ids, lengths = zip(*full, strict=True)
+    if len(set(lengths)) > 1:
+        raise ValueError("the prompts have several T: give one for all")
+    try:
+        prompt_ids = [torch.as_tensor(ids) for ids in prompt_ids]
+    except (TypeError, ValueError, RuntimeError):  # texts, dictionaries, lists in lists
+        raise ValueError(of_texts) from None
+    if any(ids.ndim != 1 or ids.is_floating_point() for ids in prompt_ids):
+        raise ValueError(f"{of_texts}; of a tensor (1, L) give [0]")
+    return prompt_ids, position_ids, lengths[0]
 
 
 def _check_loss(new_logprobs, old_logprobs, advantages, ref_logprobs, mask, kl_coef):

@@ -750,6 +750,16 @@ def test_group_i_depends_on_its_prompt_and_on_seed_plus_i_alone(seed):
     assert not torch.equal(together[0].tokens, together[3].tokens)
 
 
+def test_prompts_of_texts_are_lists_of_ids():
+    """As a tokenizer gives them, or tensors; a tuple says the same, with positions."""
+    run = trainer()
+    tuples = run.sample([(ids, None, 6) for ids in (LONG, SHORT)], 3, 0)
+    for prompts in ([LONG.tolist(), SHORT.tolist()], (LONG, SHORT)):
+        for one, other in zip(tuples, run.sample(prompts, 3, 0, max_new_tokens=6), strict=True):
+            assert torch.equal(one.prompt_ids, other.prompt_ids)
+            assert torch.equal(one.tokens, other.tokens)
+
+
 def test_metrics_of_several_processes_are_those_of_one():
     """Whatever share of its groups each has learned from: a mean of means is not enough."""
     names = ["loss", "policy_loss", "kl", "clip_fraction", "ratio_mean"]
@@ -969,10 +979,34 @@ def loss_of(**given):
     [
         ("several T", [lambda: trainer().sample([(LONG, None, 6), (SHORT, None, 5)], 2, 0)]),
         (
-            r"not \(L,\): of a tokenizer's \(1, L\) give input_ids\[0\]$",
+            r'give a list of prompts, each a list of ids: tokenizer\(texts\)\["input_ids"\]',
             [
-                lambda ids=ids: trainer().sample([(LONG, None, 6), (ids, None, 6)], 2, 0)
-                for ids in (SHORT[None], LONG[None], SHORT[0])
+                lambda given=given: trainer().sample(given, 2, max_new_tokens=6)
+                for given in (
+                    "text",
+                    ["text", "other"],
+                    {"input_ids": [[5, 6]]},
+                    [{"input_ids": [5, 6]}],
+                    [{"role": "user", "content": "text"}],
+                    [[5, 6], "text"],
+                    [],
+                    [[]],
+                    [5, 6, 7],
+                    [[[5, 6]]],
+                    torch.stack([LONG, LONG]),  # padding would be read as text
+                    LONG,
+                    [LONG, SHORT[None]],
+                    [LONG, SHORT[0]],
+                    [(SHORT[None], None, 6)],
+                    [LONG.float()],
+                )
+            ],
+        ),
+        (
+            r"give max_new_tokens, or tuples \(prompt_ids, position_ids, T\)",
+            [
+                lambda given=given: trainer().sample(given, 2)
+                for given in ([LONG], [[5, 6]], [(LONG, 6)], [(LONG, None, None)])
             ],
         ),
         # A lone sample has no baseline; infinity has no z-score.

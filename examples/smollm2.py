@@ -55,8 +55,7 @@ def train(seed=0, steps=40, num_judged=64):
     def sample(pairs, size):
         """A group of answers for each sum, and their rewards (N*G,)."""
         texts = [f"14 + 7 = 21\n{a} + {b} = " for a, b in pairs]
-        prompts = [(torch.tensor(tokenizer.encode(text)), None, LENGTH) for text in texts]
-        groups = trainer.sample(prompts, size)
+        groups = trainer.sample(tokenizer(texts)["input_ids"], size, max_new_tokens=LENGTH)
         rewards = []
         for (a, b), group in zip(pairs, groups):
             for ids, mask in zip(group.tokens, group.mask):

@@ -55,10 +55,9 @@ def train(steps=30):
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
     trainer = GRPO(model, optimizer, GRPOSettings(kl_coef=0.01, top_p=0.95, end_ids=END))
-    prompts = [(torch.tensor(ids), None, LENGTH) for ids in PROMPTS]
     means = []
     for step in range(steps):
-        groups = trainer.sample(prompts, GROUP_SIZE)  # prompt after prompt, G samples each
+        groups = trainer.sample(PROMPTS, GROUP_SIZE, max_new_tokens=LENGTH)  # G for each prompt
         rewards = torch.cat([reward(group) for group in groups])
         set_advantages(groups, rewards)  # compared within each group of G
         trainer.add_reference(groups)

@@ -417,6 +417,100 @@ def test_settings_may_change_between_steps(name):
     assert messages == [] and metrics["mean_logprob_gap"] < 1e-5
 
 
+def engine_trainer(**settings):
+    """Its texts are of many lengths; some do not end."""
+    settings |= {"temperature": 1.3, "end_ids": [2, 7, 9], "kl_coef": 0.1, "micro_batch_size": 3}
+    model = with_adapter(llama(), lora_dropout=0.5)
+    perturb(model, 0.3)
+    run = trainer(model.train(), lr=1.0, max_grad_norm=math.inf, **settings)
+    return run, [ids.tolist() for ids in RAGGED]
+
+
+def learn_from(run, groups):
+    """The gradient, of rewards by the length of a text."""
+    lengths = torch.cat([group.mask.sum(1) for group in groups])
+    set_advantages(groups, lengths)
+    run.add_reference(groups)
+    before = [p.detach().clone() for p in run.parameters]
+    metrics = run.update(groups)
+    change = torch.cat([(old - p).flatten() for old, p in zip(before, run.parameters)])
+    return lengths.tolist(), change, metrics
+
+
+@pytest.mark.filterwarnings("ignore:kl is above 0")  # the adapter has moved before
+def test_samples_of_another_engine_teach_what_their_own_would(tmp_path):
+    groups_of = on_the_page("@torch.no_grad", tmp_path)["groups_of"]
+    run, prompts = engine_trainer()
+    own = run.sample([(ids, None, LENGTH) for ids in RAGGED], 4, 1)
+    texts = [
+        [ids[mask > 0].tolist() for ids, mask in zip(group.tokens, group.mask)] for group in own
+    ]
+    other, _ = engine_trainer()
+    groups = groups_of(other, prompts, texts)
+    for one, same in zip(own, groups, strict=True):
+        masked = one.old_logprobs * one.mask
+        found = (same.old_logprobs * same.mask)[:, : masked.shape[1]]
+        torch.testing.assert_close(found, masked[:, : found.shape[1]], atol=1e-5, rtol=0)
+    lengths, expected, _ = learn_from(run, own)
+    assert len(set(lengths)) > 3 and max(lengths) == LENGTH
+    others, change, metrics = learn_from(other, groups)
+    assert others == lengths and metrics["ratio_mean"] == pytest.approx(1, abs=1e-6)
+    torch.testing.assert_close(change, expected, atol=1e-6, rtol=1e-4)
+    (group,) = groups_of(other, prompts[:1], [[[], [5, 2]]])  # an empty text does not count
+    assert group.mask.tolist() == [[0, 0], [1, 1]] and group.old_logprobs.isfinite().all()
+    other.settings.top_p = 0.9
+    with pytest.raises(ValueError, match="which ids did top-p keep"):
+        groups_of(other, prompts, texts)
+
+
+def generated(model, prompts, **plain):
+    """Texts by generate(), through their ends, and their log-probs."""
+    texts, logprobs = [], []
+    for ids in prompts:
+        how = {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": 4}
+        output = model.generate(torch.tensor([ids]), **plain, **how)
+        scores = torch.stack(output.scores, dim=1).log_softmax(-1)  # (4, T, vocabulary)
+        tokens = output.sequences[:, len(ids) :]
+        each = scores.gather(-1, tokens[..., None])[..., 0]
+        for row, of_row, mask in zip(tokens, each, mask_through_end(tokens, [2, 7, 9])):
+            texts.append(row[mask > 0].tolist())
+            logprobs += of_row[mask > 0].tolist()
+    return texts, logprobs
+
+
+def batched(model, prompts, **plain):
+    """The same by continuous batching."""
+    if not hasattr(transformers, "ContinuousBatchingConfig"):
+        pytest.skip("this transformers has another one")
+    small = {"num_blocks": 8, "page_size": 32, "max_batch_tokens": 64, "return_logprobs": True}
+    outputs = model.generate_batch(
+        [ids for ids in prompts for _ in range(4)],
+        generation_config=transformers.GenerationConfig(**plain),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(**small),
+    ).values()
+    logprobs = [x for output in outputs for x in output.logprobs]
+    return [output.generated_tokens for output in outputs], logprobs
+
+
+@pytest.mark.filterwarnings("ignore:kl is above 0")
+@pytest.mark.parametrize("engine", [generated, batched])
+def test_another_engine_samples_and_the_policy_learns(engine, tmp_path):
+    """transformers' own, whose log-probs are those of the policy."""
+    groups_of = on_the_page("@torch.no_grad", tmp_path)["groups_of"]
+    run, prompts = engine_trainer()
+    plain = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.3}
+    plain |= {"eos_token_id": [2, 7, 9], "max_new_tokens": LENGTH}
+    texts, logprobs = engine(run.model.eval(), prompts, **plain)
+    for ids in texts:
+        ends = [i for i, token in enumerate(ids, 1) if token in (2, 7, 9)]
+        assert ends == [len(ids)] or (ends == [] and len(ids) == LENGTH)
+    groups = groups_of(run, prompts, [texts[:4], texts[4:]])
+    found = torch.cat([group.old_logprobs[group.mask > 0] for group in groups])
+    torch.testing.assert_close(found, torch.tensor(logprobs), atol=1e-4, rtol=0)
+    lengths, change, metrics = learn_from(run, groups)
+    assert len(set(lengths)) > 1 and change.norm() > 0 and metrics["skipped"] == 0
+
+
 def test_two_models_on_one_gpu_take_turns(tmp_path, monkeypatch):
     """Without a GPU nothing moves; the order of the turns is the same."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
