@@ -27,9 +27,11 @@ import asyncio
 import inspect
 import itertools
 import math
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import PureWindowsPath
 from pkgutil import resolve_name
 
 import numpy as np
@@ -38,7 +40,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from grpo import centre_groups
-from lookup import ROOT, UserError, load_from_file
+from inputs import ROOT, UserError, load_from_file
 
 # ---- likeness to a target ------------------------------------------------------------------------
 
@@ -193,6 +195,42 @@ class Reward:
 RUNNER = asyncio.Runner()
 
 
+def parse_rewards(spec):
+    """'ssim,clip=folder:0.5' -> {"ssim": Reward("ssim"), "clip": Reward("clip=folder", 0.5)}.
+
+    'none' -> {}. The names are what people read, 'my.py:f' for 'a/my.py:f'; each has one reward.
+    UserError for what can be known to be wrong before anything loads.
+    """
+    rewards = {}
+    for item in spec.split(","):
+        if item.strip() not in ("", "none"):
+            number = r"-?\d*\.?\d+(?:e-?\d+)?"
+            source, weight = re.fullmatch(rf"\s*(.+?)(?::({number}))?\s*", item).groups()
+            name, reward = source.partition("=")[0], Reward(source, float(weight or 1))
+            if reward.own:
+                name = PureWindowsPath(source).name
+            elif name not in REWARDS:
+                known = f"known: {', '.join(sorted(REWARDS))}; your own: file.py:function"
+                raise UserError(f"unknown reward {name!r}; {known}")
+            if name in rewards:
+                raise UserError(f"two rewards are named {name!r}: rename or leave out one of them")
+            rewards[name] = reward
+    return rewards
+
+
+def check_parameters(reward, columns, file):
+    """UserError if it has a parameter that prompts of a file, with these columns, do not fill.
+
+    One with a default may be left out.
+    """
+    known = "images", "prompts", "targets", "group_size", *columns
+    for each in reward.parameters:
+        any_number = each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        if each.default is each.empty and not any_number and each.name not in known:
+            words = f"reward {reward.source!r} asks for {each.name!r}; for prompts of {file} "
+            raise UserError(f"{words}there are {', '.join(known)} (docs/rewards.md)")
+
+
 @torch.no_grad()
 def score(rewards, images, prompts):
     """The raw values of each reward, {name: (N*G,) float32}, NaN where it does not apply.
@@ -200,7 +238,7 @@ def score(rewards, images, prompts):
     Args:
         rewards: {name: Reward}.
         images: N*G PIL images, prompt after prompt.
-        prompts: N Prompts (runtime/data.py): text, target, and in row what else rewards may get.
+        prompts: N Prompts (inputs/prompts.py): text, target, and in row what else rewards may get.
 
     Raises UserError for infinity, or what is not a number per picture, and what a reward raises.
     """

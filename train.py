@@ -21,24 +21,26 @@ means, and what is normal.
 import sys
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import set_seed
 
+import devices
+from devices import cpu
 from glm_image.model import GlmImage, load
 from grpo import GRPO, set_advantages
-from lookup import ROOT
+from inputs import ROOT
+from inputs.prompts import read_prompts
 from rewards import combine, score, weights_of
-from runtime import cpu, folder, ranks
-from runtime.adapters import adapters_in
-from runtime.data import load_rewards, prompt_indices, read_inputs, read_prompts, seed_of_step
+from runtime import folder, ranks
+from runtime.clock import Clock
+from runtime.data import load_rewards, prompt_indices, read_inputs, seed_of_step
 from runtime.evaluation import judge
-from runtime.record import Clock, Record
+from runtime.numbers import counted
+from runtime.record import Record
 from runtime.settings import Settings, parse_settings
 from runtime.terminal import exit_code, leave, optional, print_start, say
-from runtime.words import counted
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update --------------
 
@@ -75,7 +77,7 @@ def paint_and_score(run, settings, rewards, prompts, groups, seed):
     ]
     painted = [run.glm_image.to_images(x, settings.micro_batch_size) for x in latents]
     images = [pictures[k] for pictures, rows in zip(painted, which) for k in rows]
-    run.clock.begin("score")  # no model is named: the GPU is free for the rewards
+    run.memory.begin("score")  # no model is named: the GPU is free for the rewards
     return images, score(rewards, images, prompts)
 
 
@@ -99,8 +101,8 @@ class Run:
 
     glm_image: GlmImage  # all models
     trainer: GRPO  # of its language model, the policy
-    clock: Clock  # what the run is at: trainer and models tell it before they begin
-    memory: cpu.Memory  # on a GPU that of gpu/: all models stay, or they take turns
+    clock: Clock  # what the run is at
+    memory: cpu.Memory  # trainer and models tell it what they begin; on a GPU it moves models
 
     # What the scripts in examples/ replace. loop() calls step, evaluate() calls paint_and_score.
     Settings = Settings
@@ -118,11 +120,12 @@ class Run:
         prepare_training. pipe: the stock pipeline, if it is loaded already.
         """
         plan = plan or cpu.plan(cls.Model, settings, torch.device("cpu"))
-        device, backend = plan.device, backend_of(plan.device)
+        device, backend = plan.device, devices.backend(plan.device.type)
         clock = Clock(device)
-        glm_image = cls.Model(pipe or load(settings.model, device), clock.begin)
+        memory = backend.Memory(plan, clock)
+        glm_image = cls.Model(pipe or load(settings.model, device), memory.begin)
         if plan.base == "int8":
-            from gpu.model import round_weights  # on a CPU, too
+            from glm_image.weights import round_weights
 
             # Straight to the GPU, so that the host never holds them.
             round_weights(glm_image, None if plan.waiting else device)
@@ -135,37 +138,15 @@ class Run:
             token_forward=backend.token_forward(glm_image, settings, plan.base),
             reference=glm_image.reference,
             average=ranks.average,
-            begin=clock.begin,
+            begin=memory.begin,
         )
-        memory = backend.Memory(plan, glm_image.parts, trainer.token_forward.release, clock)
+        memory.place(glm_image.parts, trainer.token_forward.release)
         return cls(glm_image, trainer, clock, memory)
 
     @property
     def trainers(self):
         """{folder of its adapter: its trainer}."""
         return {"adapter": self.trainer}
-
-    def attempt(self, work, settings, rewards, prompts, seed):
-        """Returns work(settings, rewards, prompts, seed), such as self.step.
-
-        All its draws start from the seed, also those of a reward. So no random state needs saving,
-        and where a GPU's memory runs out the work is done again with less.
-        """
-
-        def once():
-            set_seed(seed % 2**32)
-            return work(settings, rewards, prompts, seed)
-
-        return self.memory.attempt(once, settings, self.trainers)
-
-
-def backend_of(device):
-    """What differs on a GPU: a plan, models that take turns, a captured step and its check."""
-    if device.type == "cuda":
-        import gpu  # imported only with CUDA
-
-        return gpu
-    return cpu
 
 
 def tracked(settings, out):
@@ -197,18 +178,14 @@ def warm_up(trainers, warmup_steps, step):
 def train(settings, run_class=Run):
     """The whole run: prepare, loop, end. Returns the exit code: 130 if Ctrl-C ended it early."""
     began = time.time()
-    device = ranks.device(settings.device)
-    plan = backend_of(device).plan(run_class.Model, settings, device)  # before any download
+    plan = devices.plan(run_class.Model, settings)  # before any download
     data = read_inputs(settings, run_class.read_prompts)
-    print_start(settings, device, data)
-    with folder.claimed(settings) as name:
-        # What was decided. From here on only micro_batch_size changes.
-        adapter = settings.adapter and str(folder.newest(settings.adapter))
-        settings = replace(settings, out=name, base=plan.base, adapter=adapter)
-        out = folder.begin(settings, script_of(run_class), data)
+    print_start(settings, plan.device, data)
+    script = script_of(run_class)
+    with folder.begun(settings, plan.base, script, data) as (out, settings):  # noqa: PLR1704
         load_rewards(settings, data)
         with tracked(settings, out) as tracker:
-            run = run_class.load(settings, data, plan, adapters_in(out / "start"))
+            run = run_class.load(settings, data, plan, folder.adapters_in(out / "start"))
             done = folder.load(out, run.trainers)  # steps
             record = run.Record(out, settings, data, run, tracker, done)
             code = 130  # after Ctrl-C; steps before it are saved
@@ -217,11 +194,11 @@ def train(settings, run_class=Run):
                 code = 0
             record.export(run.glm_image)
     took = f"{counted(record.saved, 'step')}, {time.time() - began:.0f} s"
-    page = Path(name, "index.html")
+    page = Path(settings.out, "index.html")
     look = f"; look at {page}" if page.exists() else ""
-    say(f"{took}; output folder: {name}{look}")
+    say(f"{took}; output folder: {settings.out}{look}")
     if code:
-        say(f"continue with --resume {name}")
+        say(f"continue with --resume {settings.out}")
         draw(record)  # the page says that the run was ended
     return code
 
@@ -241,7 +218,9 @@ def loop(run, settings, data, record):
         seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
         warm_up(run.trainers, settings.warmup_steps, step)
         prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
-        rollout, metrics = run.attempt(run.step, settings, data.rewards, prompts, seed)
+        rollout, metrics = run.memory.attempt(
+            run.step, run.trainers, settings, data.rewards, prompts, seed
+        )
         record.add(step + 1, rollout, metrics | run.clock.read())
         del rollout  # it leaves the memory before the next step makes its own
     evaluate(run, settings, data, record)

@@ -19,11 +19,12 @@ import torch
 from PIL import Image
 
 import train
-from runtime.adapters import WEIGHTS, load_adapter
-from runtime.data import choose, parse_rewards
+from glm_image.adapters import WEIGHTS, load_adapter
+from glm_image.model import TINY
+from inputs.prompts import choose
+from rewards import parse_rewards
 from runtime.evaluation import score_prompts
 from runtime.folder import checkpoints
-from runtime.settings import TINY
 from viewer.sheets import draw_grid
 
 COLUMNS, ROWS = ("one", "two", "counting", "colours", "position", "binding"), 4

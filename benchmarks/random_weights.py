@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from gpu.model import without_weights
-from lookup import find_path
-from runtime.settings import TINY
+from glm_image.model import TINY
+from glm_image.weights import without_weights
+from inputs import find_path
 
 # All else is the default of the classes. The policy's vision tower, which does not train, has one
 # layer here.

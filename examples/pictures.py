@@ -18,11 +18,11 @@ import random
 
 import torch
 
-from glm_image.model import GlmImage, load
+from glm_image.model import TINY, GlmImage, load
 from grpo import GRPO, set_advantages
-from lookup import load_from_file
-from runtime.data import evenly, read_file
-from runtime.settings import TINY, parse_settings
+from inputs import load_from_file
+from inputs.prompts import evenly, read_file
+from runtime.settings import parse_settings
 from viewer.sheets import draw_grid
 
 GROUP_SIZE, PROMPTS_PER_STEP, STEPS = 4, 16, 20

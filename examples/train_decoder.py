@@ -22,14 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from glm_image.decoder import DecoderGRPO, LearningDecoder, repeat_for_steps
 from grpo import set_advantages
-from lookup import UserError
+from inputs import UserError
 from rewards import combine, score, weights_of
 from runtime import ranks
-from runtime.metrics import reward_metrics
+from runtime.numbers import LINE, reward_metrics
 from runtime.record import Record
 from runtime.settings import Settings
 from runtime.terminal import leave
-from runtime.words import LINE
 
 # ---- one step: train.py's, for two that learn, one nested in the other ---------------------------
 
@@ -51,7 +50,7 @@ def decoder_step(run, settings, rewards, prompts, seed):
         images += run.glm_image.to_images(latents, settings.micro_batch_size)
         of_prompts.append(steps)
     paths = [*chain(*of_prompts)]
-    run.clock.begin("score")  # 2. score
+    run.memory.begin("score")  # 2. score
     raw_rewards = score(rewards, images, prompts)
 
     # 3. A painting is compared among the K of the same codes, at each denoising step.

@@ -22,9 +22,9 @@ import torch
 
 import train
 from glm_image.editing import EditingGlmImage, read_edits, read_sources
-from glm_image.model import load
-from lookup import Own
-from runtime.settings import TINY, Settings, is_tiny
+from glm_image.model import TINY, is_tiny, load
+from inputs import Own
+from runtime.settings import Settings
 from runtime.terminal import leave
 
 

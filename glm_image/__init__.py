@@ -5,10 +5,11 @@ paints the codes that the policy writes, and holds the models, one of which lear
 model whose policy writes image tokens, write a class with its methods and properties:
 __init__(pipe, begin), prepare_training, save_decoder_adapter; pipe, language_model, reference,
 codes, encode; parts, painters, vae, paint, to_images, compiles_decoder. Beside it train.py takes
-load, for the weights. What a GPU needs to know of the model besides is in gpu/model.py.
+load, for the weights.
 
-editing.py has a GlmImage that edits pictures, decoder.py one whose decoder learns. Only their
-scripts in examples/ import them.
+adapters.py has what learns, weights.py sizes before a download and weights in int8, editing.py a
+GlmImage that edits pictures, decoder.py one whose decoder learns. Model and adapters import nothing
+else of the project but inputs/, so they can be used without the trainer.
 
 The defaults of the release and of the tiny family are in runtime/settings.py.
 """

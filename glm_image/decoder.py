@@ -32,7 +32,8 @@ from itertools import pairwise
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
 
-from glm_image.model import GlmImage, add_adapter
+from glm_image.adapters import add_adapter
+from glm_image.model import GlmImage
 from grpo import GRPO, NotFinite
 
 PATH_SEED = 2**30  # added to a group's seed for the paths of its paintings; see evaluation.py

@@ -8,8 +8,8 @@ values. All else is as for captions.
 import torch
 
 from glm_image.model import TOKEN, GlmImage, chat, for_decoder, positions_of
-from lookup import UserError
-from runtime.data import read_pictures, read_prompts
+from inputs import UserError
+from inputs.prompts import read_pictures, read_prompts
 
 # ---- wishes, each with its source ----------------------------------------------------------------
 

@@ -1,11 +1,9 @@
 """GLM-Image: prompts in, pictures out; its weights from files, and what of them learns."""
 
+import json
 import os
 import sys
 import warnings
-from contextlib import contextmanager
-from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 
 import diffusers
@@ -13,13 +11,10 @@ import torch
 import transformers
 from diffusers import GlmImagePipeline
 from packaging.version import Version
-from peft import LoraConfig, PeftConfig, get_peft_model
 from transformers import GlmImageProcessor, set_seed
 
-from lookup import UserError, find_path
-from runtime.adapters import WEIGHTS, load_adapter
-from runtime.settings import readable_loading
-from runtime.terminal import readable
+from glm_image.adapters import add_adapter
+from inputs import Own, UserError, download, find_path, readable
 
 # PEFT's about transformers: nothing a user can act on.
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -34,12 +29,8 @@ if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
 
-LORA_TARGETS = {
-    # In the language model only.
-    "codes": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],
-    # The attention of every block.
-    "decoder": ["to_q", "to_k", "to_v", "to_out.0"],
-}
+TINY = Own("tiny-glm-image")
+RELEASE = "zai-org/GLM-Image"
 # Added to a group's seed for the noise that its pictures start from.
 NOISE_SEED = 2**31
 
@@ -65,7 +56,7 @@ class GlmImage:
     def prepare_training(self, settings, device, adapters=None):
         """Adds the adapter, and freezes all else.
 
-        gpu/memory.py moves the models later. adapters: those to start from, {"adapter",
+        The models are moved later: devices/memory.py. adapters: those to start from, {"adapter",
         "decoder-adapter": its folder}.
         """
         inner, transformer = self.language_model.model, self.pipe.transformer
@@ -165,41 +156,6 @@ def latent_scaling(vae):
     return [torch.tensor(of_channels).view(1, -1, 1, 1) for of_channels in numbers]
 
 
-# ---- LoRA adapters -------------------------------------------------------------------------------
-
-
-def add_adapter(module, targets, rank, folder=None):
-    """Returns the module with an adapter that learns, and the reference for GRPO.
-
-    The adapter is float32, even over a bfloat16 base. A new adapter goes to the layers of
-    LORA_TARGETS[targets], and the reference is None: the module without it. An adapter that is read
-    from a folder has its own layers and rank, and the reference is a frozen copy of it.
-    """
-    if folder is None:
-        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=LORA_TARGETS[targets])
-        return get_peft_model(module, lora), None
-    with readable(f"use the adapter {folder}"):
-        config = PeftConfig.from_pretrained(folder)
-        # Dropout would act in the update alone: the ratios of fresh samples would not be 1.
-        dropout = {each.name: 0.0 for each in fields(config) if each.name.endswith("dropout")}
-        # With a base_model_name_or_path PEFT would warn of another place.
-        config = replace(config, inference_mode=False, base_model_name_or_path=None, **dropout)
-        model = get_peft_model(module, config)
-        model.add_adapter("reference", replace(config, inference_mode=True))
-        for name in ("default", "reference"):
-            load_adapter(model, folder / WEIGHTS, name)
-    return model, partial(with_reference, model)
-
-
-@contextmanager
-def with_reference(model):
-    model.set_adapter("reference", inference_mode=True)
-    try:
-        yield
-    finally:
-        model.set_adapter("default")
-
-
 # ---- prompts as the policy reads them ------------------------------------------------------------
 
 TOKEN = [1, 1, 1]  # a token of text is a grid of one
@@ -271,3 +227,27 @@ def load(model, device, **options):
         )
         usual = {"processor": processor, "dtype": dtype, "use_safetensors": True}
         return GlmImagePipeline.from_pretrained(folder, **(usual | options))
+
+
+def is_tiny(model):
+    """Whether a model is of the tiny family: it has 1,024 codes, where the release has 16,384.
+
+    Settings.tiny has the defaults of such a model: a model's folder holds no settings. Raises
+    UserError if it is not a GLM-Image pipeline.
+    """
+    if model == RELEASE:  # known before there is a network
+        return False
+    with readable_loading(model):
+        config = read_config(model, "transformer")
+        return config["prior_vq_quantizer_codebook_size"] == 1024
+
+
+def read_config(model, part):
+    """config.json of a part of a pipeline: {name: value}."""
+    folder = download(model, "*/config.json")
+    return json.loads(Path(folder, part, "config.json").read_text("utf-8"))
+
+
+def readable_loading(model):
+    hint = f"; give --model a folder with a GLM-Image pipeline, or {TINY}"
+    return readable(f"load {model}", hint)

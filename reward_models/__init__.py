@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lookup import download
+from inputs import download
 
 CHINESE = re.compile("[\u4e00-\u9fff]")
 SMALL = "*.json", "*.txt", "*.jinja"  # files of a model beside its weights

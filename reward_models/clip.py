@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import CLIPModel, CLIPProcessor
 
-from lookup import download
+from inputs import download
 from reward_models import CHINESE, SMALL, lend_gpu, load_pretrained, load_weights
 
 

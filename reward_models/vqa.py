@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import rewards
-from lookup import download
+from inputs import download
 from reward_models import CHINESE, SMALL, lend_gpu, load_pretrained
 
 QUESTIONS = Path(__file__).resolve().parents[1] / "prompts" / "questions.jsonl"

@@ -4,11 +4,10 @@ from functools import partial
 
 import torch
 
+from inputs.prompts import choose
 from runtime import ranks
-from runtime.data import choose
-from runtime.metrics import with_weighted_sum
+from runtime.numbers import counted, with_weighted_sum
 from runtime.terminal import say
-from runtime.words import counted
 
 # Prompt i of an evaluation has seed SEED + i. Training with --seed 0 needs 537,919 steps to reach
 # these seeds. Training with another --seed never reaches them: see seed_of_step in data.py.
@@ -44,7 +43,9 @@ def score_prompts(run, settings, rewards, prompts, seed=SEED):
     own, work = ranks.shard(len(prompts)), partial(sample_and_score, run)
     for first in own[::at_once]:
         some = prompts[first : min(first + at_once, own.stop)]
-        images, raw_rewards = run.attempt(work, settings, rewards, some, seed + first)
+        images, raw_rewards = run.memory.attempt(
+            work, run.trainers, settings, rewards, some, seed + first
+        )
         for i in range(len(some)):
             group = slice(i * settings.group_size, (i + 1) * settings.group_size)
             yield first + i, {name: x[group] for name, x in raw_rewards.items()}, images[group]

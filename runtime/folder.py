@@ -25,6 +25,7 @@ import os
 import shutil
 import subprocess
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from hashlib import sha256
 from importlib.metadata import version
 from itertools import count
@@ -33,17 +34,16 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
-from lookup import MODULES, ROOT, UserError, find_file, find_path
-from runtime import ranks
-from runtime.adapters import (
+from glm_image.adapters import (
+    CONFIG,
     WEIGHTS,
-    adapters_in,
-    copy_adapters,
-    find_adapters,
     load_adapter,
+    refuse_unless_plain,
     save_adapter,
 )
-from runtime.terminal import readable, say
+from inputs import MODULES, ROOT, UserError, find_file, find_path, readable
+from runtime import ranks
+from runtime.terminal import say
 
 # A resumed run may change these; the commit is for people, and of versions each counts.
 MAY_CHANGE = {"steps", "eval_every", "save_every", "commit", "versions", "not_default"}
@@ -53,26 +53,36 @@ OF_RUN = "script", "processes", "versions", "not_default"
 LOCK = ".lock"
 # The project's files that make a run's numbers.
 CODE = ["grpo.py", "rewards.py", "train.py", "examples/train_*.py", "tiny-glm-image/*.py"]
-CODE += ["glm_image/*.py", "gpu/*.py", "reward_models/*.py", "runtime/*.py", "lookup/*.py"]
+CODE += ["glm_image/*.py", "devices/*.py", "reward_models/*.py", "runtime/*.py", "inputs/*.py"]
 STEP = "[0-9]" * 6  # a checkpoint's folder
 WHOLE = "whole"  # its last file, which is empty
+ADAPTERS = "adapter", "decoder-adapter"  # folders: of the policy, of the decoder
 
 
 # ---- how a run begins ----------------------------------------------------------------------------
 
 
 @contextmanager
-def claimed(settings):
-    """Yields the name of a run's folder, --resume, --out or a new runs/N; nobody else writes to it.
+def begun(settings, base, script, data):
+    """Yields a run's folder, and the settings with what was decided; nobody else writes to it.
 
-    Nothing slow comes before: what was read is what is copied.
+    Nothing slow comes before: what was read is what is copied. From here on only micro_batch_size
+    changes. The folder is absolute, as a reward may change the working folder. base: of the plan.
+    script: the file that resumes the run.
     """
     name, lock = None, nullcontext()
     if ranks.rank() == 0:
         name, lock = claim(settings)
         say(f"output folder: {name}")
     with lock:
-        yield ranks.gather(name)[0]
+        name = ranks.gather(name)[0]
+        adapter = settings.adapter and str(newest(settings.adapter))
+        settings = replace(settings, out=name, base=base, adapter=adapter)
+        out = Path(name).absolute()
+        if ranks.rank() == 0:
+            begin(out, settings, script, data)
+        ranks.gather(None)  # start/ is there
+        yield out, settings
 
 
 def claim(settings):
@@ -126,21 +136,14 @@ def is_running(out):
         return False
 
 
-def begin(settings, script, data):
-    """Writes settings.json and start/, or compares them in a resumed run. Returns the folder.
-
-    It is absolute, as a reward may change the working folder.
-    """
-    out = Path(settings.out).absolute()
-    if ranks.rank() == 0:
-        values = values_of(settings, script, data)
-        if settings.resume:
-            values["versions"] = refuse_changes(settings.out, values, data)
-        else:
-            keep(out, settings, data)
-        write_whole(out / "settings.json", json.dumps(values, indent=2))
-    ranks.gather(None)  # start/ is there
-    return out
+def begin(out, settings, script, data):
+    """Writes settings.json and start/, or compares them in a resumed run."""
+    values = values_of(settings, script, data)
+    if settings.resume:
+        values["versions"] = refuse_changes(settings.out, values, data)
+    else:
+        keep(out, settings, data)
+    write_whole(out / "settings.json", json.dumps(values, indent=2))
 
 
 def keep(out, settings, data):
@@ -298,3 +301,39 @@ def load(out, trainers):
 def newest(place):
     """The newest checkpoint of a run, or what else is in this place."""
     return [Path(place), *checkpoints(Path(place))][-1]
+
+
+# ---- its adapters --------------------------------------------------------------------------------
+
+
+def find_adapters(place):
+    """{"adapter", "decoder-adapter": its folder} of those in a checkpoint, or of a lone one.
+
+    A lone adapter is the decoder's if it is named like that.
+    """
+    found = adapters_in(place := Path(place))
+    if (place / CONFIG).is_file():
+        of_decoder = place.resolve().name == "decoder-adapter"
+        found = {"decoder-adapter" if of_decoder else "adapter": place}
+    if not found:
+        raise UserError(f"--adapter {place}: no run, no checkpoint and no adapter is there")
+    for each in found.values():
+        refuse_unless_plain(each)
+    return found
+
+
+def adapters_in(folder):
+    """{name: its folder} of those in a checkpoint or in start/."""
+    return {name: folder / name for name in ADAPTERS if (folder / name).is_dir()}
+
+
+def copy_adapters(adapters, folder):
+    """adapters: {name in the folder: folder of an adapter}. Nothing else there is touched.
+
+    The config comes last: without it there is no adapter, only a copy that was ended.
+    """
+    for name, adapter in adapters.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / CONFIG).unlink(missing_ok=True)
+        for file in (WEIGHTS, CONFIG):
+            shutil.copyfile(adapter / file, folder / name / file)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from lookup import find_path
-from runtime.words import counted, evaluation_table
+from inputs import find_path
+from runtime.numbers import counted, evaluation_table
 
 LOADED = {  # its part of the model, how the hub names its library, how the stock pipeline loads it
     "adapter": ("language model", "peft", "policy.load_adapter(adapter)"),

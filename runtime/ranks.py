@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lookup import UserError
+from inputs import UserError
 
 # What other launchers say of their processes. Each would train alone, all on one GPU.
 LAUNCHERS = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"
@@ -34,28 +34,6 @@ def joined():
     yield
     if count() > 1:
         dist.destroy_process_group()
-
-
-def device(wanted):
-    """This rank's GPU; or the CPU, with a single thread unless OMP_NUM_THREADS says otherwise.
-
-    For matrices as small as the tiny model's a second thread gains little, and beside a busy
-    program it costs a lot. wanted: "auto", "cpu" or "cuda". UserError for a GPU that will not do.
-    """
-    has_gpu = torch.cuda.is_available()
-    if wanted == "cpu" or (wanted == "auto" and not has_gpu):
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)
-        return torch.device("cpu")
-    if not has_gpu:
-        raise UserError("--device cuda: torch finds no GPU that it can use")
-    if dist.is_initialized():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if torch.cuda.get_device_capability() < (8, 0):
-        name = torch.cuda.get_device_name()
-        instead = "use an Ampere GPU or newer, or --model tiny-glm-image"
-        raise UserError(f"{name} has no bfloat16: {instead}")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def rank():

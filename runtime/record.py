@@ -1,20 +1,23 @@
-"""What a run says of itself: a line for each step, its numbers, its pictures; where it is now."""
+"""What a run says of itself: a line for each step, its numbers, its pictures."""
 
 import json
-import time
-from collections import defaultdict
 from itertools import chain
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from rewards import weights_of
 from runtime import folder, ranks
-from runtime.adapters import adapters_in, copy_adapters
-from runtime.metrics import evaluation_metrics, reward_metrics, with_weighted_sum
+from runtime.numbers import (
+    LINE,
+    best_earlier_evaluation,
+    evaluation_metrics,
+    evaluation_table,
+    format_step,
+    reward_metrics,
+    with_weighted_sum,
+)
 from runtime.terminal import say
-from runtime.words import LINE, best_earlier_evaluation, evaluation_table, format_step
 
 RECORDS = "metrics", "groups", "evaluation"  # .jsonl files
 SIDE = 256  # pixels of a side of a training picture at most, since a run saves thousands of them
@@ -170,75 +173,12 @@ class Record:
         if self.writes and self.saved:
             from runtime.model_card import write_cards  # training needs nothing of it
 
-            adapters = adapters_in(folder.newest(self.out))
-            copy_adapters(adapters, self.out)
+            adapters = folder.adapters_in(folder.newest(self.out))
+            folder.copy_adapters(adapters, self.out)
             if "decoder-adapter" in adapters:
                 folder.load(self.out, self.trainers)  # Ctrl-C may have ended an update midway
                 glm_image.save_decoder_adapter(self.out / "decoder-adapter")
             write_cards(self, adapters)
-
-
-# ---- where a run is now --------------------------------------------------------------------------
-
-
-class Clock:
-    """The phase of a run: a bar shows it, its seconds and its peak of GPU memory are measured.
-
-    grpo.py and glm_image/ tell it, by begin(), before they run a model.
-    """
-
-    def __init__(self, device):
-        self.device = device
-        self.offload = None  # an Offload where models take turns: see gpu/memory.py
-        self.phase = None
-        self.timings = defaultdict(float)
-        self.bar = tqdm(disable=True)  # until there is something to count
-
-    def begin(self, phase, *models):
-        """Ends the phase before. models: what this one runs; where they take turns, they come."""
-        if phase == self.phase:
-            return
-        if self.offload is not None:
-            self.end(then="move")
-            self.offload.all_but(*models)
-        self.end(then=phase)
-
-    def end(self, then=None):
-        """The phase, if there is one, joins the timings. then: the next."""
-        if self.phase is not None:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # or the time would end while it is at work
-                peak = torch.cuda.max_memory_allocated(self.device) / 1e9
-                for name in ("gpu_gb", f"gpu_gb/{self.phase}"):
-                    self.timings[name] = max(peak, self.timings[name])
-            seconds = time.perf_counter() - self.began
-            for name in ("seconds", f"seconds/{self.phase}"):
-                self.timings[name] += seconds
-        if then is not None and self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        self.phase = then
-        self.bar.set_description_str(then)
-        self.began = time.perf_counter()
-
-    def read(self):
-        """Since the last call: seconds, of each phase too, and the peaks of the GPU's memory."""
-        self.end()
-        timings, self.timings = self.timings, defaultdict(float)
-        return {"seconds": 0, "gpu_gb": 0, **timings}
-
-    def count(self, unit, items, total, done=0):
-        """The items. In a terminal a bar counts them up to `total`, from `done` on."""
-        outer, was_hidden = self.bar, self.bar.disable
-        outer.clear()
-        outer.disable = True  # one bar at a time
-        hidden = ranks.rank() > 0 or None  # None: it is where there is no terminal
-        options = {"dynamic_ncols": True, "leave": False, "position": 0, "disable": hidden}
-        with tqdm(total=total, initial=done, unit=unit, **options) as self.bar:
-            for item in items:
-                yield item
-                self.bar.update()
-        self.bar, outer.disable = outer, was_hidden
-        outer.unpause()
 
 
 # ---- .jsonl files --------------------------------------------------------------------------------

@@ -14,14 +14,12 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
+from glm_image.model import RELEASE, TINY, is_tiny
 from grpo import GRPOSettings
-from lookup import Own, UserError, download
+from inputs import Own, UserError, readable
 from rewards import REWARDS
 from runtime.folder import OF_RUN
-from runtime.terminal import option, readable, say
-
-TINY = Own("tiny-glm-image")
-RELEASE = "zai-org/GLM-Image"
+from runtime.terminal import option, say
 
 
 @dataclass(kw_only=True)
@@ -29,7 +27,7 @@ class Settings(GRPOSettings):
     """The settings of train.py; the defaults are GLM-Image's.
 
     The settings of the algorithm in grpo.py are flags, too. Scripts in examples/ add more settings.
-    During a run only `micro_batch_size` changes: gpu/memory.py halves it when memory runs out.
+    During a run only `micro_batch_size` changes: devices/memory.py halves it when memory runs out.
     """
 
     # ---- model and data
@@ -213,33 +211,6 @@ def check_number(name, value):
         words = f"at least {least}" if least != math.ulp(0) else "above 0"
         words += f" and at most {most}" if most < math.inf else ""
         raise UserError(f"{option(name)} must be {words}, got {value}")
-
-
-# ---- which model ---------------------------------------------------------------------------------
-
-
-def is_tiny(model):
-    """Whether a model is of the tiny family: it has 1,024 codes, where the release has 16,384.
-
-    Settings.tiny has the defaults of such a model: a model's folder holds no settings. Raises
-    UserError if it is not a GLM-Image pipeline.
-    """
-    if model == RELEASE:  # known before there is a network
-        return False
-    with readable_loading(model):
-        config = read_config(model, "transformer")
-        return config["prior_vq_quantizer_codebook_size"] == 1024
-
-
-def read_config(model, part):
-    """config.json of a part of a pipeline: {name: value}."""
-    folder = download(model, "*/config.json")
-    return json.loads(Path(folder, part, "config.json").read_text("utf-8"))
-
-
-def readable_loading(model):
-    hint = f"; give --model a folder with a GLM-Image pipeline, or {TINY}"
-    return readable(f"load {model}", hint)
 
 
 # ---- from the command line -----------------------------------------------------------------------

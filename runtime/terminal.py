@@ -3,13 +3,12 @@
 import os
 import sys
 from contextlib import contextmanager, suppress
-from textwrap import shorten
 
 import torch
 from tqdm import tqdm
 
 from grpo import NotFinite
-from lookup import UserError
+from inputs import UserError
 from runtime import ranks
 
 
@@ -25,16 +24,6 @@ def say(line):
         print(end="", flush=True)  # a program may have set sys.stdout to None
     except OSError:  # Ctrl-C ends the tee of `| tee log`, too
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-
-
-@contextmanager
-def readable(what, hint=""):
-    """What is wrong with a file becomes one line: "cannot WHAT (REASON)HINT"."""
-    try:
-        yield
-    except Exception as error:  # each library that reads files has its own
-        reason = shorten(str(error), 500) or type(error).__name__
-        raise UserError(f"cannot {what} ({reason}){hint}") from error
 
 
 @contextmanager

@@ -8,7 +8,8 @@ import numpy as np
 from accelerate import PartialState, tracking
 from PIL import Image
 
-from runtime.terminal import optional, readable
+from inputs import readable
+from runtime.terminal import optional
 
 
 @contextmanager

@@ -39,17 +39,18 @@ from train_edits import EditRun
 from world import draw
 
 import train
+from devices import cpu
+from devices.cpu import Plan, SharedForward
 from glm_image import editing, model
-from lookup import UserError, forget_modules
-from runtime import cpu
-from runtime.adapters import find_adapters
-from runtime.cpu import Plan, SharedForward
-from runtime.data import Prompt
-from runtime.record import Clock
+from inputs import UserError, forget_modules
+from inputs.prompts import Prompt
+from runtime.clock import Clock
+from runtime.folder import find_adapters
 
 gc.freeze()  # millions of objects of the libraries, which no collection needs to look at again
 
 CPU = torch.device("cpu")
+OF_CUDA = "devices.cuda", "devices.memory", "devices.forward"
 RED_CIRCLE = (("circle", "red"), None, None, None)  # scenes
 BLUE_CROSS = (("cross", "blue"), None, None, None)
 CODES = 4  # of a short picture of 64x64, half as many of 32x32: see shorten
@@ -72,7 +73,7 @@ def pytest_configure(config):
         # Windows would read a text file without an encoding in its code page. Python says so only
         # under PYTHONWARNDEFAULTENCODING=1, as in .ci/run.
         "ignore::EncodingWarning",
-        "error::EncodingWarning:(lookup|runtime|glm_image|gpu|reward_models|viewer|benchmarks|__main__)",
+        "error::EncodingWarning:(inputs|runtime|glm_image|devices|reward_models|viewer|benchmarks|__main__)",
     ):
         config.addinivalue_line("filterwarnings", warning)
     if "s" not in config.option.reportchars:
@@ -149,9 +150,11 @@ def build_run(settings, pipe=None):
 
 def holding(device, *models, waiting=None, release=lambda: None):
     """A GPU's Memory with these models."""
-    from gpu.memory import Memory  # not in the processes that tests start
+    from devices.memory import Memory  # not in the processes that tests start
 
-    return Memory(Plan(device, "bfloat16", waiting), models, release, Clock(device))
+    memory = Memory(Plan(device, "bfloat16", waiting), Clock(device))
+    memory.place(models, release)
+    return memory
 
 
 def prompts_of(*texts, targets=None, **columns):
@@ -370,9 +373,8 @@ def _in_child(folder, arguments, output, prepare, environment):
         os.dup2(file.fileno(), 2)
     shorten(setattr)
     train.load = load_once
-    assert "gpu" not in sys.modules
-    if "int8" not in arguments:
-        sys.modules["gpu"] = None  # a run on a CPU that imports it fails
+    assert not {*OF_CUDA} & {*sys.modules}
+    sys.modules |= dict.fromkeys(OF_CUDA)  # a run on a CPU that imports one of these fails
     if prepare is not None:
         prepare()
     sys.exit(train.main(arguments, run_class_of(arguments)))

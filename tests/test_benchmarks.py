@@ -9,7 +9,7 @@ import torch
 from conftest import TINY
 
 from benchmarks import losses, tables, texts, variants
-from runtime.data import read_file
+from inputs.prompts import read_file
 
 
 def test_a_row_is_the_run_that_its_flags_name(monkeypatch, tmp_path, capsys):

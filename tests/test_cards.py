@@ -25,16 +25,16 @@ from conftest import (
 from diffusers import AutoencoderKL
 
 import grpo
-import train
 from benchmarks import random_weights
+from devices import cpu
+from devices import memory as gpu
+from devices.cpu import SharedForward
+from devices.memory import Memory
 from glm_image.decoder import DecoderGRPO
 from glm_image.model import GlmImage
-from gpu import memory as gpu
-from gpu.memory import Memory
 from grpo import GRPO, Offload
 from rewards import Reward
-from runtime import cpu, ranks
-from runtime.cpu import SharedForward
+from runtime import ranks
 from runtime.terminal import out_of_memory
 
 
@@ -175,11 +175,11 @@ def test_a_step_that_has_moved_the_policy_is_not_made_again(quick, monkeypatch):
 
 
 def attempt(work, run, *given):
-    return train.Run.attempt(run, work, *given)
+    return run.memory.attempt(work, run.trainers, *given)
 
 
 def room_for(micro_batch, *models, release=lambda: None):
-    """What Run.attempt needs beside the work and a seed."""
+    """What Memory.attempt needs beside the work and a seed."""
     memory = holding(CPU, *models, release=release)
     run = SimpleNamespace(trainers={}, memory=memory, clock=memory.clock)
     return run, tiny_settings("--micro-batch-size", micro_batch), {}, []
@@ -236,7 +236,7 @@ def test_models_that_the_user_or_the_host_keeps_do_not_take_turns(monkeypatch, l
         settings.offload = offload
         work = Mock(side_effect=[FULL, "done"])
         assert attempt(work, run, settings, *given, 0) == "done"
-        assert (run.clock.offload is not None) == turns
+        assert (run.memory.offload is not None) == turns
         assert settings.micro_batch_size == (2 if turns else 1)
 
 
@@ -266,7 +266,7 @@ def test_each_model_has_a_turn_of_its_own(monkeypatch, lockable, flags):
     settings = tiny_settings(flags, sizes, "--temperature 9 --top-p 1")
     run = build_run(settings)
     trainers = list(run.trainers.values())
-    offload = run.clock.offload = Offload(run.glm_image.parts, CPU)
+    offload = run.memory.offload = Offload(run.glm_image.parts, CPU)
     frozen = [offload.homes[part][0] for part in run.glm_image.parts]
     seen = set()  # which models are on the GPU for which work
 

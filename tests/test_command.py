@@ -41,16 +41,19 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
 
+import devices
+import inputs
 import train
+from devices.cpu import Plan
+from devices.memory import Memory
 from glm_image.model import load
 from grpo import compute_advantages
-from lookup import UserError
-from rewards import REWARDS, Reward
+from inputs import UserError
+from rewards import REWARDS, Reward, parse_rewards
 from runtime import evaluation, model_card, ranks, settings, terminal
-from runtime.data import parse_rewards
-from runtime.metrics import reward_metrics
-from runtime.record import RECORDS, Clock
-from runtime.words import LINE, format_step
+from runtime.clock import Clock
+from runtime.numbers import LINE, format_step, reward_metrics
+from runtime.record import RECORDS
 
 NAN = math.nan
 SHORT = "--height 32 --width 32 --decode-steps 1 --temperature 9 --top-p 1"
@@ -85,7 +88,7 @@ def test_an_error_of_several_lines_is_one_line():
     """The first line of huggingface_hub's errors says nothing."""
 
     def ask_the_hub():
-        with terminal.readable("load x/y", "; give a folder"):
+        with inputs.readable("load x/y", "; give a folder"):
             raise OSError("401 Client Error. (Request ID: 1)\n\nRepository Not Found for x/y.")
 
     line = "401 Client Error. (Request ID: 1) Repository Not Found for x/y."
@@ -288,9 +291,9 @@ def test_the_start_shows_how_much_there_is_to_do(monkeypatch, capsys):
     chosen = tiny_settings("--group-size 8 --prompts-per-step 4 --eval-count 16")
     torch.set_num_threads(2)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert ranks.device("cpu") == CPU and torch.get_num_threads() == 2
+    assert devices.cpu.device() == CPU and torch.get_num_threads() == 2
     monkeypatch.delenv("OMP_NUM_THREADS")
-    cpu = ranks.device("cpu")
+    cpu = devices.cpu.device()
     monkeypatch.setattr(ranks, "count", lambda: 2)
     terminal.print_start(chosen, cpu, SimpleNamespace(prompts=[1, 2, 3], held_out=[4]))
     output = capsys.readouterr().out
@@ -578,11 +581,11 @@ def test_the_seconds_of_a_steps_phases_add_up(monkeypatch):
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
-    clock = Clock(torch.device("cuda"))
-    named = []
-    clock.offload = Mock(all_but=lambda *models: named.append((clock.phase, *models)))
+    clock = Clock(device := torch.device("cuda"))
+    memory, named = Memory(Plan(device, "bfloat16"), clock), []
+    memory.offload = Mock(all_but=lambda *models: named.append((clock.phase, *models)))
     for name, *models in (("sample", "policy"), ("score",), ("score",), ("sample", "policy")):
-        clock.begin(name, *models)
+        memory.begin(name, *models)
         named.append(clock.phase)
     again = [("move", "policy"), "sample"]
     assert named == [*again, ("move",), "score", "score", *again]  # a phase begins once

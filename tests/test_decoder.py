@@ -33,8 +33,7 @@ import rewards
 import train
 from glm_image.decoder import PathScheduler, gaussian_step, log_density
 from grpo import NotFinite
-from rewards import combine
-from runtime.data import parse_rewards
+from rewards import combine, parse_rewards
 from runtime.folder import load as load_newest
 
 PROMPTS = ["a red circle", "a blue cross"]

@@ -40,10 +40,10 @@ from glm_image.editing import (
     encode_edit,
     read_sources,
 )
-from glm_image.model import GlmImage, for_decoder
-from lookup import UserError
-from runtime.data import Prompt, parse_rewards
-from runtime.settings import RELEASE
+from glm_image.model import RELEASE, GlmImage, for_decoder
+from inputs import UserError
+from inputs.prompts import Prompt
+from rewards import parse_rewards
 
 WISH = "make the circle blue"
 # (height, width) of the source and of the result: alike, the source larger, wide to tall.

@@ -22,7 +22,7 @@ from test_rewards import tiny_clip
 from tqdm import tqdm
 
 import train
-from runtime.settings import RELEASE
+from glm_image.model import RELEASE
 
 SEVENS = "[7.0] * len(images)"
 
@@ -84,7 +84,7 @@ def test_an_evaluation_is_no_part_of_a_step(judged, monkeypatch):
             bars.extend(["on"] * (not self.disable))
 
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr("runtime.record.tqdm", Bar)
+    monkeypatch.setattr("runtime.clock.tqdm", Bar)
     monkeypatch.setattr("time.perf_counter", itertools.count().__next__)  # a phase takes a second
     Path("new.txt").write_text("a green ring\n")
     arguments = "--eval-prompts new.txt --eval-targets none --eval-count 2 --eval-every 1"

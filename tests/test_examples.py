@@ -22,7 +22,7 @@ import pytest
 import smollm2
 import text
 import torch
-from conftest import ROOT, build_run, records, shorten
+from conftest import OF_CUDA, ROOT, build_run, records, shorten
 from peft import get_peft_model_state_dict
 from PIL import Image
 from safetensors.torch import load_file
@@ -127,10 +127,10 @@ def test_a_pretrained_language_model_learns_by_grpo_alone(monkeypatch, capsys):
 
 
 def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, capsys):
-    """To the bit, and without gpu/. On short pictures, which show no shapes: another reward tells
-    them apart."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "gpu"]:
-        monkeypatch.delitem(sys.modules, name)
+    """To the bit, and without what only CUDA needs. On short pictures, which show no shapes:
+    another reward tells them apart."""
+    for name in OF_CUDA:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     shorten(monkeypatch.setattr)
     short = "--height 64 --width 64 --decode-steps 1 --temperature 9 --top-p 1 --group-size 2"
     parse = runtime.settings.parse_settings
@@ -139,7 +139,7 @@ def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, ca
     facts = lambda images, prompts: my_reward.blueness(images)
     judges = {"facts": facts, "correct": lambda images, prompts: check.clean(images)}
     load = lambda name: judges[name.partition(":")[2]]
-    monkeypatch.setattr("lookup.load_from_file", load)
+    monkeypatch.setattr("inputs.load_from_file", load)
     code = (ROOT / "examples" / "pictures.py").read_text()
     fewer = {"= 4, 16, 20": "= 2, 3, 2", "eval_prompts), 48": "eval_prompts), 6"}
     for many, few in fewer.items():
@@ -149,7 +149,7 @@ def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, ca
     (file := Path("examples/pictures.py")).parent.mkdir()
     file.write_text(code)
     made = runpy.run_path(file)
-    assert not [name for name in sys.modules if name.partition(".")[0] == "gpu"]
+    assert not {*OF_CUDA} & {*sys.modules}
 
     run = build_run(settings := made["settings"])
     run.trainer.token_forward = None

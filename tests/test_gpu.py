@@ -40,10 +40,13 @@ from test_glm_image import glm_prompts
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import StaticCache
 
+import devices
 import train
-from glm_image.model import GlmImage
-from gpu import memory as gpu
-from gpu.forward import (
+from devices import cpu
+from devices import memory as gpu
+from devices.cpu import SharedForward
+from devices.cuda import compile_decoder, token_forward
+from devices.forward import (
     CapturedForward,
     CheckedGRPO,
     SummedLinear,
@@ -51,13 +54,13 @@ from gpu.forward import (
     or_plain,
     sum_products,
 )
-from gpu.memory import plan
-from gpu.model import compile_decoder, round_weights, sizes, token_forward
+from devices.memory import plan
+from glm_image.model import RELEASE, GlmImage
+from glm_image.weights import round_weights, sizes
 from grpo import GRPO, Offload, generate_with_logprobs
-from lookup import UserError
-from runtime import cpu, ranks
-from runtime.cpu import SharedForward
-from runtime.settings import RELEASE, parse_settings
+from inputs import UserError
+from runtime import ranks
+from runtime.settings import parse_settings
 from test_grpo import reread, text_model, with_adapter
 from train import adamw
 
@@ -246,7 +249,7 @@ def test_without_a_model_a_gpu_trains_glm_image(card):
 def test_a_gpu_without_bfloat16_is_refused(card):
     card.capability = (7, 5)
     words = "Tesla T4 has no bfloat16: use an Ampere GPU"
-    assert error_from(ranks.device, "cuda").startswith(words)
+    assert error_from(devices.backend("cuda").device).startswith(words)
 
 
 def test_processes_of_the_tiny_model_leave_the_gpus_alone(card, monkeypatch):
@@ -260,12 +263,12 @@ def test_processes_of_the_tiny_model_leave_the_gpus_alone(card, monkeypatch):
         pass
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(ranks, "count", lambda: 4)
-    assert ranks.device(tiny_settings().device) == CPU
+    assert devices.backend(tiny_settings().device).device() == CPU
     assert begun[0].get("device_id") is None and not chosen
     card.current, device = 3, torch.device("cuda", 3)
     monkeypatch.setattr(torch, "zeros", lambda *size, device: device)
     monkeypatch.setattr(ranks, "average", chosen.extend)
-    assert ranks.device("auto") == device and chosen == [3]
+    assert devices.backend("auto").device() == device and chosen == [3]
     gpu.connect(device)  # before work begins
     assert chosen == [3, device]
 
@@ -280,14 +283,14 @@ def frozen():
 def test_models_that_take_turns_wait_where_they_belong(lockable):
     released, model = [], frozen()
     memory = holding(CUDA, model, waiting="pinned", release=lambda: released.append(1))
-    offload = memory.clock.offload
+    offload = memory.offload
     assert isinstance(offload, Offload) and list(offload.homes) == [model]
     assert offload.device == CUDA
     offload.on_evict()
     assert released == [1]
     assert "pinned_max_round_threshold_mb:1" in torch._C._accelerator_getAllocatorSettings()
     own = model.weight.data_ptr()
-    unpinned = holding(CUDA, model, waiting="mapped").clock.offload
+    unpinned = holding(CUDA, model, waiting="mapped").offload
     assert model.weight.data_ptr() == own and unpinned.homes[model][0][1].data_ptr() == own
     unpinned.on_evict()  # nothing is captured, nothing to release
 
@@ -303,7 +306,7 @@ def test_models_that_take_turns_wait_where_they_belong(lockable):
 def test_the_allocators_setting_joins_those_of_the_user(monkeypatch, name, version, ours):
     monkeypatch.setenv(name, "expandable_segments:True")
     monkeypatch.setattr(torch, "__version__", version)
-    runpy.run_path(f"{ROOT}/gpu/memory.py")
+    runpy.run_path(f"{ROOT}/devices/memory.py")
     assert os.environ[name] == f"{ours}expandable_segments:True"
 
 
@@ -319,12 +322,12 @@ def test_turns_begin_amid_a_run(lockable, monkeypatch):
         memory = holding(CUDA, model, frozen())
     up = where()
     assert not {*up} & {*loaded}
-    assert where() == up and memory.clock.offload is None
+    assert where() == up and memory.offload is None
     memory.device = CPU
     monkeypatch.setattr(gpu, "host_memory", lambda: 4e9)  # nothing can be locked
     memory.take_turns()
     assert where() == [*loaded[:2], up[2]] and not memory.homes  # or int8 would stay up
-    memory.clock.offload.all_but(model)
+    memory.offload.all_but(model)
     assert not {*where()} & {*loaded}
 
 
@@ -335,7 +338,7 @@ def test_weights_that_cannot_be_locked_stay_where_they_are(monkeypatch, capsys):
     monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
     model = frozen()
     home = model.weight.data_ptr()
-    offload = holding(CUDA, model, waiting="pinned").clock.offload
+    offload = holding(CUDA, model, waiting="pinned").offload
     assert offload.homes[model][0][1].data_ptr() == home
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(
@@ -677,7 +680,8 @@ def test_memory_that_runs_out_in_a_capture_is_made_and_the_step_is_captured(
     memory = holding(CPU, release=forward.release)
     settings = tiny_settings("--offload no --micro-batch-size 2")
     prompts = encode(pipe, "a ring", "three squares")
-    memory.attempt(lambda: same_samples(glm, forward, *prompts, **SHAPING), settings, {})
+    work = lambda *_: same_samples(glm, forward, *prompts, **SHAPING)
+    memory.attempt(work, {}, settings, {}, [], 0)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("from here on --micro-batch-size is 1")
     assert back == [torch.cuda.current_stream()]
@@ -728,7 +732,7 @@ def test_a_gpu_captures_the_step_and_compiles_it(device, kind):
     model = GlmImage(train.load(settings.model, CPU))
     model.prepare_training(settings, device)
     policy = model.language_model
-    forward = train.backend_of(device).token_forward(model, settings, "bfloat16")
+    forward = devices.backend(device.type).token_forward(model, settings, "bfloat16")
     assert isinstance(forward, kind)
     if device == CUDA:
         assert forward.num_new_tokens == 256 + 4 * 4  # of the preview and the picture

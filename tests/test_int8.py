@@ -8,7 +8,7 @@ import torch
 from conftest import adapter_of, build_run, records, resume, tiny_settings
 from torch.nn.functional import linear
 
-from gpu.model import Int8Linear, round_linears
+from glm_image.weights import Int8Linear, round_linears
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

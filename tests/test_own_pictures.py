@@ -9,7 +9,7 @@ import pytest
 from conftest import QUICK, error_from, prompts_of, records, resume
 from PIL import Image, ImageDraw
 
-from runtime.data import read_file, read_pictures
+from inputs.prompts import read_file, read_pictures
 
 WHITE = (255, 255, 255)
 RED = (255, 0, 0)

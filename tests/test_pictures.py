@@ -21,7 +21,7 @@ from conftest import (
 )
 
 from glm_image.model import GlmImage, encode_prompt
-from gpu.model import sizes
+from glm_image.weights import sizes
 from grpo import get_per_token_logprobs
 from runtime.folder import load as load_newest
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from inputs.prompts import read_file
 from reward_models.text import quoted
-from runtime.data import read_file
 
 FOLDER = Path(__file__).parent.parent / "prompts"
 

@@ -26,15 +26,13 @@ from transformers import CLIPConfig, CLIPModel, CLIPProcessor, CLIPTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 import rewards
-from glm_image.model import load
+from glm_image.model import load, read_config
 from grpo import compute_advantages
-from lookup import forget_modules
+from inputs import forget_modules
 from reward_models import lend_gpu
 from reward_models.clip import Clip
 from reward_models.text import Text, infix_distance, quoted
-from rewards import Reward
-from runtime.data import check_parameters, parse_rewards
-from runtime.settings import read_config
+from rewards import Reward, check_parameters, parse_rewards
 
 NAN = math.nan
 

@@ -15,10 +15,10 @@ from accelerate import PartialState, tracking
 from conftest import error_from, judge_file, records, resume, write_reward
 from PIL import Image
 
+from inputs.prompts import read_file
 from runtime import trackers
-from runtime.data import read_file
 from runtime.folder import versions
-from runtime.words import best_earlier_evaluation
+from runtime.numbers import best_earlier_evaluation
 
 ROWS = [
     {"tag": "counting", "prompt": "a photo of  three clocks\u3000", "include": [{"count": 3}]},

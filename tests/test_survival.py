@@ -47,9 +47,9 @@ from safetensors.torch import load_file, save_file
 from train_decoder import DecoderSettings
 
 import train
+from glm_image.adapters import CONFIG, WEIGHTS
 from glm_image.decoder import DecoderGRPO
-from runtime.adapters import CONFIG, WEIGHTS, copy_adapters, find_adapters
-from runtime.folder import MAY_CHANGE, WHOLE, newest
+from runtime.folder import MAY_CHANGE, WHOLE, copy_adapters, find_adapters, newest
 
 SCRIPTS = "examples/train_decoder.py", "examples/train_edits.py"
 

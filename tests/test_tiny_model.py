@@ -15,11 +15,12 @@ from conftest import CPU, TINY
 from PIL import Image, ImageFilter
 
 import train
+from devices.cpu import Plan
 from glm_image.editing import encode_edit, read_sources
 from glm_image.model import encode_prompt
+from inputs.prompts import Prompt
 from rewards import Reward
-from runtime.cpu import Plan
-from runtime.data import Data, Prompt
+from runtime.data import Data
 
 RED, BLUE, GREEN = ("circle", "red"), ("circle", "blue"), ("square", "green")
 

@@ -11,10 +11,9 @@ import torch
 from conftest import prompts_of, records
 from PIL import Image
 
-from runtime.data import Prompt, choose, evenly
+from inputs.prompts import Prompt, choose, evenly
 from runtime.evaluation import count_to_show
-from runtime.metrics import evaluation_metrics
-from runtime.words import evaluation_table
+from runtime.numbers import evaluation_metrics, evaluation_table
 
 NAN = math.nan
 

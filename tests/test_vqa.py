@@ -33,7 +33,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import (
 import rewards
 from reward_models import vqa as vqa_module
 from reward_models.vqa import QUESTIONS, Vqa, answer_ids
-from runtime.data import parse_rewards
+from rewards import parse_rewards
 
 TEMPLATE = (
     "{% for message in messages %}User:{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>"

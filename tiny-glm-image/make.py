@@ -63,9 +63,9 @@ from world import (
 
 from glm_image.editing import encode_edit
 from glm_image.model import encode_prompt, for_decoder, latent_scaling
-from gpu.model import without_weights
+from glm_image.weights import without_weights
 from grpo import _pad_left
-from runtime.data import Prompt
+from inputs.prompts import Prompt
 
 NUM_CODES = 1024
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from PIL import Image
 
 from runtime import folder
+from runtime.numbers import format_number, sides
 from runtime.record import RECORDS, read_jsonl
-from runtime.words import format_number, sides
 from viewer.page import draw_page
 from viewer.sheets import draw_grid
 

@@ -9,8 +9,7 @@ from statistics import fmean, stdev
 from string import Template
 from urllib.parse import quote
 
-from runtime.terminal import option
-from runtime.words import (
+from runtime.numbers import (
     LINE,
     counted,
     evaluation_rows,
@@ -21,6 +20,7 @@ from runtime.words import (
     sides,
     with_error,
 )
+from runtime.terminal import option
 
 TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 STEPS = 200  # steps whose groups are on the page, at most

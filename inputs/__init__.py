@@ -1,13 +1,15 @@
 """What users name: files and folders, models on the hub, functions in files of their own.
 
-It stands below rewards.py and all that imports rewards.py.
+prompts.py reads their prompts and pictures. Any room but grpo.py may import this one; it imports
+none.
 """
 
 import sys
-from contextlib import chdir
+from contextlib import chdir, contextmanager
 from importlib import import_module, invalidate_caches
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 
 from huggingface_hub import snapshot_download
 
@@ -16,6 +18,16 @@ ROOT = Path(__file__).resolve().parent.parent  # the project's folder
 
 class UserError(Exception):
     """An error that the user can fix: shown as one line, exit code 2."""
+
+
+@contextmanager
+def readable(what, hint=""):
+    """What is wrong with a file becomes one line: "cannot WHAT (REASON)HINT"."""
+    try:
+        yield
+    except Exception as error:  # each library that reads files has its own
+        reason = shorten(str(error), 500) or type(error).__name__
+        raise UserError(f"cannot {what} ({reason}){hint}") from error
 
 
 class Own(str):

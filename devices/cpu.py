@@ -1,10 +1,12 @@
-"""What a run has on a CPU, on which all models stay. gpu/ has the same for a CUDA GPU."""
+"""What a run has on a CPU, on which all models stay; cuda.py has the same for a CUDA GPU."""
 
+import os
 from copy import deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
+from transformers import set_seed
 
 from grpo import GRPO
 
@@ -17,7 +19,18 @@ class Plan:
 
     device: torch.device
     base: str  # that of Settings, but "auto"
-    waiting: str | None = None  # on a GPU: where weights wait for their turn, see gpu/memory.py
+    waiting: str | None = None  # on a GPU: where weights wait for their turn, see memory.py
+
+
+def device():
+    """The CPU, with a single thread unless OMP_NUM_THREADS says otherwise.
+
+    For matrices as small as the tiny model's a second thread gains little, and beside a busy
+    program it costs a lot.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    return torch.device("cpu")
 
 
 def plan(model_class, settings, device):
@@ -31,12 +44,24 @@ def token_forward(glm_image, settings, base):
 class Memory:
     """All models stay where they were loaded."""
 
-    def __init__(self, plan, models, release, clock):
-        pass
+    def __init__(self, plan, clock):
+        self.clock = clock
 
-    def attempt(self, work, settings, trainers):
-        """Returns work(). On a GPU it is called again with less if memory runs out."""
-        return work()
+    def place(self, models, release):
+        """On a GPU they go there, or where they wait for their turn."""
+
+    def begin(self, phase, *models):
+        """On a GPU the models of a phase come first, where they take turns."""
+        self.clock.begin(phase)
+
+    def attempt(self, work, trainers, settings, rewards, prompts, seed):
+        """Returns work(settings, rewards, prompts, seed), such as a step.
+
+        All its draws start from the seed, also those of a reward. So no random state needs saving,
+        and where a GPU's memory runs out the work is done again with less.
+        """
+        set_seed(seed % 2**32)
+        return work(settings, rewards, prompts, seed)
 
 
 class SharedForward:

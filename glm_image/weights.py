@@ -1,13 +1,11 @@
-"""GLM-Image on a card: its sizes before a download, its captured step, its weights in int8."""
+"""Weights that are in no file: sizes before a download, random ones, int8."""
 
 import torch
 from diffusers import AutoencoderKL, GlmImageTransformer2DModel
 from torch.nn.functional import linear
 from transformers import GlmImageForConditionalGeneration, T5EncoderModel
 
-from glm_image.model import load
-from gpu.forward import CapturedForward, or_plain
-from runtime.settings import read_config, readable_loading
+from glm_image.model import load, read_config, readable_loading
 
 PARTS = {  # of the pipeline, those with weights
     "vision_language_encoder": GlmImageForConditionalGeneration,
@@ -15,24 +13,6 @@ PARTS = {  # of the pipeline, those with weights
     "transformer": GlmImageTransformer2DModel,
     "vae": AutoencoderKL,
 }
-
-
-def token_forward(glm_image, settings, base):
-    """The step of one token as a graph, of any base. The decoder is compiled, too."""
-    if glm_image.compiles_decoder:
-        compile_decoder(glm_image.pipe.transformer)
-    rows = settings.prompts_per_step * settings.group_size
-    # T at most: a picture follows a preview of 256 codes at most, see encode_prompt.
-    most = 256 + settings.height * settings.width // 32**2
-    return CapturedForward(glm_image.language_model, most, rows)
-
-
-def compile_decoder(transformer):
-    # Micro-batches of two sizes, with text to paint and without, are more than torch's limit. (Only
-    # torch 2.13 takes the limit as an argument.)
-    torch._dynamo.config.recompile_limit = 32
-    transformer.compile_repeated_blocks()
-    transformer.forward = or_plain(transformer.forward)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ from textwrap import shorten
 import psutil
 import torch
 from packaging.version import Version
+from transformers import set_seed
 
-from gpu.model import sizes
+from devices.cpu import Plan
+from glm_image.weights import sizes
 from grpo import Offload
-from lookup import UserError
+from inputs import UserError
 from runtime import ranks
-from runtime.cpu import Plan
 from runtime.terminal import out_of_memory, say
 
 # By default torch rounds page-locked blocks up to powers of two so that it can reuse them: 37.9 GB
@@ -35,23 +36,38 @@ PROCESS = 4e9  # bytes of host memory beside weights: CUDA's libraries, the comp
 class Memory:
     """Where the weights of a run are: all models stay on the GPU, or they take turns.
 
-    plan: see plan(). models: all of the run, as they were loaded. release: called when weights
-    leave the GPU, or memory runs out: see CapturedForward. clock: gets the Offload.
+    plan: see plan(). clock: measures what moves, too.
     """
 
-    def __init__(self, plan, models, release, clock):
+    def __init__(self, plan, clock):
         self.device = plan.device
+        self.waiting = plan.waiting
+        self.clock = clock
+        self.offload = None  # an Offload where models take turns
+
+    def place(self, models, release):
+        """To the GPU, or to where they wait for their turn.
+
+        models: all of the run, as they were loaded. release: called when weights leave the GPU, or
+        memory runs out: see CapturedForward.
+        """
         self.models = models
         self.release = release
-        self.clock = clock
         tensors = [x for model in models for x in (*model.parameters(), *model.buffers())]
         # Where the weights were loaded: mapped from files, they take no host memory there.
         self.homes = [(tensor, tensor.data) for tensor in tensors]
-        if plan.waiting:
-            self.take_turns(pin=plan.waiting == "pinned")
+        if self.waiting:
+            self.take_turns(pin=self.waiting == "pinned")
         else:
             for tensor, home in self.homes:
                 tensor.data = home.to(self.device)  # Module.to() would replace the buffers
+
+    def begin(self, phase, *models):
+        """Before a phase that runs these models they come to the GPU, where they take turns."""
+        if self.offload is not None and phase != self.clock.phase:
+            self.clock.begin("move")
+            self.offload.all_but(*models)
+        self.clock.begin(phase)
 
     def take_turns(self, pin=None):
         """pin: whether frozen weights wait in page-locked host memory; None: if it has the room."""
@@ -62,19 +78,19 @@ class Memory:
                 tensor.data = home.cpu()  # weights in int8 have gone straight to the GPU
         self.homes = []
         try:
-            self.clock.offload = Offload(self.models, self.device, self.release, pin)
+            self.offload = Offload(self.models, self.device, self.release, pin)
         except RuntimeError as error:  # from cudaHostAlloc: WSL2 locks 1 to 4 GB
             reason = shorten(str(error), 200)
             say(f"memory: page-locking stopped ({reason}): the rest moves more slowly")
-            self.clock.offload = Offload(self.models, self.device, self.release, pin=False)
+            self.offload = Offload(self.models, self.device, self.release, pin=False)
 
     def can_take_turns(self):
         """Whether they do not yet, and the host has room for the weights that are in no file."""
         unfiled = sum(home.nbytes for _, home in self.homes if home.device == self.device)
-        return self.clock.offload is None and unfiled <= room_of_host()
+        return self.offload is None and unfiled <= room_of_host()
 
-    def attempt(self, work, settings, trainers):
-        """Returns work(), such as a step, all of whose draws start from a seed.
+    def attempt(self, work, trainers, settings, rewards, prompts, seed):
+        """Returns work(settings, rewards, prompts, seed), all of whose draws start from the seed.
 
         If GPU memory runs out, this makes room and calls `work` again, which computes the same, but
         for rounding. The error ends the run if no more room can be made, if an optimizer has moved
@@ -83,8 +99,9 @@ class Memory:
         count_steps = lambda: sum(trainer.steps for trainer in trainers.values())
         before = count_steps()
         while True:
+            set_seed(seed % 2**32)
             try:
-                return work()
+                return work(settings, rewards, prompts, seed)
             except RuntimeError as error:
                 if not out_of_memory(error) or ranks.count() > 1 or count_steps() > before:
                     raise

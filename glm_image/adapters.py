@@ -1,0 +1,89 @@
+"""LoRA adapters: in a model, and as PEFT's two files."""
+
+import json
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+
+import peft
+import safetensors.torch
+from peft import LoraConfig, PeftConfig, get_peft_model
+from safetensors.torch import load_file
+
+from inputs import readable
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
+NO_VOCABULARY = {"save_embedding_layers": False}  # by itself PEFT would ask the hub about it
+LORA_TARGETS = {
+    # In the language model only.
+    "codes": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],
+    # The attention of every block.
+    "decoder": ["to_q", "to_k", "to_v", "to_out.0"],
+}
+
+
+# ---- in a model ----------------------------------------------------------------------------------
+
+
+def add_adapter(module, targets, rank, folder=None):
+    """Returns the module with an adapter that learns, and the reference for GRPO.
+
+    The adapter is float32, even over a bfloat16 base. A new adapter goes to the layers of
+    LORA_TARGETS[targets], and the reference is None: the module without it. An adapter that is read
+    from a folder has its own layers and rank, and the reference is a frozen copy of it.
+    """
+    if folder is None:
+        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=LORA_TARGETS[targets])
+        return get_peft_model(module, lora), None
+    with readable(f"use the adapter {folder}"):
+        config = PeftConfig.from_pretrained(folder)
+        # Dropout would act in the update alone: the ratios of fresh samples would not be 1.
+        dropout = {each.name: 0.0 for each in fields(config) if each.name.endswith("dropout")}
+        # With a base_model_name_or_path PEFT would warn of another place.
+        config = replace(config, inference_mode=False, base_model_name_or_path=None, **dropout)
+        model = get_peft_model(module, config)
+        model.add_adapter("reference", replace(config, inference_mode=True))
+        for name in ("default", "reference"):
+            load_adapter(model, folder / WEIGHTS, name)
+    return model, partial(with_reference, model)
+
+
+@contextmanager
+def with_reference(model):
+    model.set_adapter("reference", inference_mode=True)
+    try:
+        yield
+    finally:
+        model.set_adapter("default")
+
+
+# ---- as files ------------------------------------------------------------------------------------
+
+
+def refuse_unless_plain(adapter):
+    """Of other kinds PEFT would load a part, or change the model's own weights."""
+    with readable(f"use the adapter {adapter}"):
+        config = json.loads((adapter / CONFIG).read_text("utf-8"))
+        plain = config["peft_type"] == "LORA" and config.get("bias", "none") == "none"
+        plain &= config.get("init_lora_weights", True) in (True, False, "gaussian")
+        if not plain or config.get("use_dora") or config.get("modules_to_save"):
+            raise ValueError("it is not plain LoRA: no DoRA, PiSSA, biases or whole modules")
+
+
+def save_adapter(model, folder, base):
+    """base: the model's name. By itself PEFT writes where it was read from, such as a cache."""
+    config = model.peft_config["default"]
+    config = replace(config, inference_mode=True, base_model_name_or_path=base)
+    config.save_pretrained(folder)
+    weights = peft.get_peft_model_state_dict(model, **NO_VOCABULARY)
+    # As bytes: safetensors itself writes a file that its owner alone may read.
+    (folder / WEIGHTS).write_bytes(safetensors.torch.save(weights, {"format": "pt"}))
+
+
+def load_adapter(model, file, name="default"):
+    """The weights in a file, all of them, into the model's adapter of this name."""
+    weights = load_file(file)
+    wanted = peft.get_peft_model_state_dict(model, adapter_name=name, **NO_VOCABULARY)
+    if other := weights.keys() ^ wanted.keys():  # which PEFT would leave out
+        raise ValueError(f"{file} is of another model: {min(other)} is only in one of them")
+    peft.set_peft_model_state_dict(model, weights, adapter_name=name)
