@@ -6,7 +6,8 @@
 With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/. It
 makes the steps of examples/pictures.py, and adds what long runs need: checkpoints, several rewards
 and GPUs, models that take turns on a small GPU. grpo_step() is one step of GRPO, its six
-parts in their order; loop() is the run. Scripts in examples/ reuse loop() with a subclass of Run.
+parts in their order; loop() is the run. Scripts in examples/ give train() a step, or a model, of
+their own.
 
 What to expect of the tiny model, in a minute and a half of one CPU core. A line per step:
 
@@ -18,7 +19,6 @@ A group without spread, all rewards equal, teaches nothing. docs/numbers.md says
 means, and what is normal.
 """
 
-import sys
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -28,10 +28,9 @@ import torch
 
 import devices
 from devices import cpu
+from glm_image.adapters import adapters_in
 from glm_image.model import GlmImage, load
 from grpo import GRPO, set_advantages
-from inputs import ROOT
-from inputs.prompts import read_prompts
 from rewards import combine, score, weights_of
 from runtime import folder, ranks
 from runtime.clock import Clock
@@ -39,7 +38,7 @@ from runtime.data import load_rewards, prompt_indices, read_inputs, seed_of_step
 from runtime.evaluation import judge
 from runtime.numbers import counted
 from runtime.record import Record
-from runtime.settings import Settings, parse_settings
+from runtime.settings import parse_settings
 from runtime.terminal import exit_code, leave, optional, print_start, say
 
 # ---- one step of GRPO: sample, paint and score, advantages, reference, loss, update --------------
@@ -57,7 +56,7 @@ def grpo_step(run, settings, rewards, prompts, seed):
     encoded = run.glm_image.encode(prompts, settings)  # N x (prompt_ids, position_ids, T)
     groups = trainer.sample(encoded, group_size, seed)
     # 2. paint and score; several rewards become one number per picture
-    images, raw_rewards = paint_and_score(run, settings, rewards, prompts, groups, seed)
+    images, raw_rewards = run.paint_and_score(settings, rewards, prompts, groups, seed)
     reward = combine(raw_rewards, weights_of(rewards), group_size, settings.combine)
     set_advantages(groups, reward)  # 3. advantages: z-scores within each group
     trainer.add_reference(groups)  # 4. recompute the log-probs: adapter off
@@ -65,20 +64,6 @@ def grpo_step(run, settings, rewards, prompts, seed):
 
     advantages = [group.advantages for group in groups]
     return Rollout(prompts, groups, images, raw_rewards, advantages), metrics
-
-
-def paint_and_score(run, settings, rewards, prompts, groups, seed):
-    """N*G PIL images, prompt after prompt, and their raw rewards {name: (N*G,)}."""
-    # Equal codes and the same noise make equal pictures: each picture is painted once.
-    codes, which = zip(*(group.tokens.unique(dim=0, return_inverse=True) for group in groups))
-    latents = [
-        run.glm_image.paint(prompt, of_prompt, settings, seed + i)
-        for i, (prompt, of_prompt) in enumerate(zip(prompts, codes, strict=True))
-    ]
-    painted = [run.glm_image.to_images(x, settings.micro_batch_size) for x in latents]
-    images = [pictures[k] for pictures, rows in zip(painted, which) for k in rows]
-    run.memory.begin("score")  # no model is named: the GPU is free for the rewards
-    return images, score(rewards, images, prompts)
 
 
 @dataclass
@@ -90,6 +75,7 @@ class Rollout:
     images: list  # N*G PIL images
     raw_rewards: dict  # {name: (N*G,)}
     advantages: list  # N times (G,)
+    paintings: int = 1  # of each sample; more in examples/train_decoder.py, and then G counts all
 
 
 # ---- what a step works with ----------------------------------------------------------------------
@@ -100,30 +86,36 @@ class Run:
     """The models, and what trains them."""
 
     glm_image: GlmImage  # all models
-    trainer: GRPO  # of its language model, the policy
+    trainer: GRPO  # of its language model, the policy: it samples
+    trainers: dict  # {folder of an adapter: its trainer}, of what learns
     clock: Clock  # what the run is at
-    memory: cpu.Memory  # trainer and models tell it what they begin; on a GPU it moves models
+    memory: cpu.Memory  # trainers and models tell it what they begin; on a GPU it moves models
 
-    # What the scripts in examples/ replace. loop() calls step, evaluate() calls paint_and_score.
-    Settings = Settings
-    Record = Record
-    Model = GlmImage
-    step = grpo_step
-    paint_and_score = paint_and_score
-    read_prompts = staticmethod(read_prompts)
+    def paint_and_score(self, settings, rewards, prompts, groups, seed):
+        """N*G PIL images, prompt after prompt, and their raw rewards {name: (N*G,)}."""
+        # Equal codes and the same noise make equal pictures: each picture is painted once.
+        codes, which = zip(*(group.tokens.unique(dim=0, return_inverse=True) for group in groups))
+        latents = [
+            self.glm_image.paint(prompt, of_prompt, settings, seed + i)
+            for i, (prompt, of_prompt) in enumerate(zip(prompts, codes, strict=True))
+        ]
+        painted = [self.glm_image.to_images(x, settings.micro_batch_size) for x in latents]
+        images = [pictures[k] for pictures, rows in zip(painted, which) for k in rows]
+        self.memory.begin("score")  # no model is named: the GPU is free for the rewards
+        return images, score(rewards, images, prompts)
 
     @classmethod
-    def load(cls, settings, data=None, plan=None, adapters=None, pipe=None):
+    def load(cls, settings, plan=None, adapters=None, kind=GlmImage, pipe=None):
         """The models where the plan wants them, and the trainer.
 
-        data: for a subclass that needs it. plan: None: on the CPU. adapters: as for
-        prepare_training. pipe: the stock pipeline, if it is loaded already.
+        plan: None: on the CPU. adapters: as for prepare_training. kind: of the models. pipe: the
+        stock pipeline, if it is loaded already.
         """
-        plan = plan or cpu.plan(cls.Model, settings, torch.device("cpu"))
+        plan = plan or cpu.plan(settings, torch.device("cpu"))
         device, backend = plan.device, devices.backend(plan.device.type)
         clock = Clock(device)
         memory = backend.Memory(plan, clock)
-        glm_image = cls.Model(pipe or load(settings.model, device), memory.begin)
+        glm_image = kind(pipe or load(settings.model, device), memory.begin)
         if plan.base == "int8":
             from glm_image.weights import round_weights
 
@@ -141,12 +133,7 @@ class Run:
             begin=memory.begin,
         )
         memory.place(glm_image.parts, trainer.token_forward.release)
-        return cls(glm_image, trainer, clock, memory)
-
-    @property
-    def trainers(self):
-        """{folder of its adapter: its trainer}."""
-        return {"adapter": self.trainer}
+        return cls(glm_image, trainer, {"adapter": trainer}, clock, memory)
 
 
 def tracked(settings, out):
@@ -175,24 +162,26 @@ def warm_up(trainers, warmup_steps, step):
 # ---- the run -------------------------------------------------------------------------------------
 
 
-def train(settings, run_class=Run):
-    """The whole run: prepare, loop, end. Returns the exit code: 130 if Ctrl-C ended it early."""
+def train(settings, plan, data, *, script, load_run=Run.load, make_step=grpo_step):
+    """The whole run: prepare, loop, end. Returns the exit code: 130 if Ctrl-C ended it early.
+
+    script: its file, which alone resumes the run. load_run: (settings, plan, adapters) -> Run.
+    make_step: as grpo_step.
+    """
     began = time.time()
-    plan = devices.plan(run_class.Model, settings)  # before any download
-    data = read_inputs(settings, run_class.read_prompts)
     print_start(settings, plan.device, data)
-    script = script_of(run_class)
-    with folder.begun(settings, plan.base, script, data) as (out, settings):  # noqa: PLR1704
+    with folder.begun(settings, plan.base, script, data) as begun:
+        out, settings = begun
         load_rewards(settings, data)
         with tracked(settings, out) as tracker:
-            run = run_class.load(settings, data, plan, folder.adapters_in(out / "start"))
+            run = load_run(settings, plan, adapters_in(out / "start"))
             done = folder.load(out, run.trainers)  # steps
-            record = run.Record(out, settings, data, run, tracker, done)
+            record = Record(out, settings, data, run, tracker, done)
             code = 130  # after Ctrl-C; steps before it are saved
             with suppress(KeyboardInterrupt):
-                loop(run, settings, data, record)
+                loop(run, make_step, settings, data, record)
                 code = 0
-            record.export(run.glm_image)
+            record.export()
     took = f"{counted(record.saved, 'step')}, {time.time() - began:.0f} s"
     page = Path(settings.out, "index.html")
     look = f"; look at {page}" if page.exists() else ""
@@ -203,13 +192,7 @@ def train(settings, run_class=Run):
     return code
 
 
-def script_of(run_class):
-    """The file that a class stands in: a run that it made is resumed by that file alone."""
-    file = Path(getattr(sys.modules[run_class.__module__], "__file__", "a notebook")).resolve()
-    return file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else str(file)
-
-
-def loop(run, settings, data, record):
+def loop(run, make_step, settings, data, record):
     """The steps still to make, each saved, with evaluations."""
     steps = range(record.done, settings.steps)
     for step in run.clock.count("step", steps, settings.steps, record.done):
@@ -218,9 +201,7 @@ def loop(run, settings, data, record):
         seed = seed_of_step(step, settings.seed, settings.prompts_per_step)
         warm_up(run.trainers, settings.warmup_steps, step)
         prompts = [data.prompts[i] for i in prompt_indices(step, settings, len(data.prompts))]
-        rollout, metrics = run.memory.attempt(
-            run.step, run.trainers, settings, data.rewards, prompts, seed
-        )
+        rollout, metrics = run.memory.attempt(make_step, run, settings, data.rewards, prompts, seed)
         record.add(step + 1, rollout, metrics | run.clock.read())
         del rollout  # it leaves the memory before the next step makes its own
     evaluate(run, settings, data, record)
@@ -245,9 +226,11 @@ def draw(record):
             show(record.out)
 
 
-def main(arguments=None, run_class=Run):
-    kind = run_class.Settings, script_of(run_class)
-    return exit_code(lambda: train(parse_settings(arguments, *kind), run_class))
+@exit_code
+def main(arguments=None):
+    settings = parse_settings(arguments)
+    plan = devices.plan(settings)  # before any download
+    return train(settings, plan, read_inputs(settings), script=__file__)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def sheet(run, settings, prompts, judges, step):
 def main(folder, file):
     torch.set_num_threads(1)
     settings = train.parse_settings(["--model", TINY])
-    data = train.read_inputs(settings, train.Run.read_prompts)
+    data = train.read_inputs(settings)
     prompts = choose(data.held_out, settings.eval_count)
     judges = {"correct": parse_rewards("correct")["correct"].load()}
     run = train.Run.load(settings)

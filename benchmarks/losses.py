@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rewards import combine, weights_of
-from train import paint_and_score
 
 
 def filled(run, settings, rewards, prompts, groups, seed):
@@ -31,7 +30,7 @@ def filled(run, settings, rewards, prompts, groups, seed):
     run.clock.timings["drawn"] += 0  # more pictures than a step otherwise has
     while True:
         some = prompts[first : first + len(groups)]
-        images, raw_rewards = paint_and_score(run, settings, rewards, some, groups, seed + first)
+        images, raw_rewards = run.paint_and_score(settings, rewards, some, groups, seed + first)
         reward = combine(raw_rewards, weights_of(rewards), size, settings.combine).view(-1, size)
         for i, own in enumerate(reward):
             of_group = slice(i * size, (i + 1) * size)
@@ -80,7 +79,7 @@ EDITS = {
             "encoded = run.glm_image.encode(prompts[: len(prompts) // 3], settings)",
         ),
         (
-            "images, raw_rewards = paint_and_score(run, settings, rewards, prompts, groups, seed)",
+            "images, raw_rewards = run.paint_and_score(settings, rewards, prompts, groups, seed)",
             "prompts, groups, images, raw_rewards = "
             + "filled(run, settings, rewards, prompts, groups, seed)",
         ),
@@ -154,9 +153,9 @@ def edited(loss=None):
         before, after = files[file].split(old)  # it stands there once
         files[file] = before + new + after
     if loss in FUNCTIONS:
-        before, after = files["train.py"].split("def paint_and_score(")
+        before, after = files["train.py"].split("def grpo_step(")
         function = inspect.getsource(FUNCTIONS[loss])
-        files["train.py"] = f"{before}{function}\n\ndef paint_and_score({after}"
+        files["train.py"] = f"{before}{function}\n\ndef grpo_step({after}"
     return files
 
 

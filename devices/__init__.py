@@ -19,7 +19,7 @@ def backend(wanted):
     return cuda
 
 
-def plan(model_class, settings):
+def plan(settings):
     """The Plan of a run on the device that its settings name."""
     chosen = backend(settings.device)
-    return chosen.plan(model_class, settings, chosen.device())
+    return chosen.plan(settings, chosen.device())

@@ -33,7 +33,7 @@ def device():
     return torch.device("cpu")
 
 
-def plan(model_class, settings, device):
+def plan(settings, device):
     return Plan(device, "bfloat16" if settings.base == "auto" else settings.base)
 
 
@@ -54,14 +54,14 @@ class Memory:
         """On a GPU the models of a phase come first, where they take turns."""
         self.clock.begin(phase)
 
-    def attempt(self, work, trainers, settings, rewards, prompts, seed):
-        """Returns work(settings, rewards, prompts, seed), such as a step.
+    def attempt(self, work, run, settings, rewards, prompts, seed):
+        """Returns work(run, settings, rewards, prompts, seed), such as a step.
 
         All its draws start from the seed, also those of a reward. So no random state needs saving,
         and where a GPU's memory runs out the work is done again with less.
         """
         set_seed(seed % 2**32)
-        return work(settings, rewards, prompts, seed)
+        return work(run, settings, rewards, prompts, seed)
 
 
 class SharedForward:

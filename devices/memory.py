@@ -89,19 +89,19 @@ class Memory:
         unfiled = sum(home.nbytes for _, home in self.homes if home.device == self.device)
         return self.offload is None and unfiled <= room_of_host()
 
-    def attempt(self, work, trainers, settings, rewards, prompts, seed):
-        """Returns work(settings, rewards, prompts, seed), all of whose draws start from the seed.
+    def attempt(self, work, run, settings, rewards, prompts, seed):
+        """Returns work(run, settings, rewards, prompts, seed); its draws start from the seed.
 
         If GPU memory runs out, this makes room and calls `work` again, which computes the same, but
         for rounding. The error ends the run if no more room can be made, if an optimizer has moved
         weights already, or with several ranks: a rank alone cannot repeat a collective.
         """
-        count_steps = lambda: sum(trainer.steps for trainer in trainers.values())
+        count_steps = lambda: sum(trainer.steps for trainer in run.trainers.values())
         before = count_steps()
         while True:
             set_seed(seed % 2**32)
             try:
-                return work(settings, rewards, prompts, seed)
+                return work(run, settings, rewards, prompts, seed)
             except RuntimeError as error:
                 if not out_of_memory(error) or ranks.count() > 1 or count_steps() > before:
                     raise
@@ -126,7 +126,7 @@ class Memory:
 # ---- what fits -----------------------------------------------------------------------------------
 
 
-def plan(model_class, settings, device):
+def plan(settings, device):
     """The base of a run, and how its models share the GPU.
 
     `waiting` is None if all models fit together. Otherwise they take turns, and it says where
@@ -134,12 +134,12 @@ def plan(model_class, settings, device):
     from, if the host cannot lock that much). All ranks plan the same.
 
     This runs before anything is downloaded, so it knows the sizes of the weights alone. If a step
-    needs more memory beside them, Memory.attempt makes room. model_class: a GlmImage.
+    needs more memory beside them, Memory.attempt makes room.
     """
     connect(device)
     free, host = free_memory(device)
     for base in ["bfloat16", "int8"] if settings.base == "auto" else [settings.base]:
-        weights = [frozen_bytes(model) for model in sizes(model_class, settings, base, device)]
+        weights = [frozen_bytes(model) for model in sizes(settings, base, device)]
         together, largest = sum(weights), max(weights)
         if with_work(largest, ALONE) <= free:
             break

@@ -19,16 +19,16 @@ from typing import ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import devices
 import train
 from glm_image.decoder import DecoderGRPO, LearningDecoder, repeat_for_steps
 from grpo import set_advantages
 from inputs import UserError
 from rewards import combine, score, weights_of
 from runtime import ranks
-from runtime.numbers import LINE, reward_metrics
-from runtime.record import Record
-from runtime.settings import Settings
-from runtime.terminal import leave
+from runtime.data import read_inputs
+from runtime.settings import Settings, parse_settings
+from runtime.terminal import exit_code, leave
 
 # ---- one step: train.py's, for two that learn, one nested in the other ---------------------------
 
@@ -37,7 +37,7 @@ def decoder_step(run, settings, rewards, prompts, seed):
     """One step of the decoder, or of both; see grpo_step in train.py."""
     sequences, paintings = settings.sequences, settings.paintings_per_sequence  # G, K
     weights = weights_of(rewards)
-    trainer, decoder_trainer = run.trainer, run.decoder_trainer
+    trainer, decoder_trainer = run.trainer, run.trainers["decoder-adapter"]
 
     # 1. sample G code sequences for each prompt
     groups = trainer.sample(run.glm_image.encode(prompts, settings), sequences, seed)
@@ -64,6 +64,7 @@ def decoder_step(run, settings, rewards, prompts, seed):
 
     metrics = {"skipped": 0}
     advantages = [steps[0].advantages for steps in of_prompts]  # of a lone code sequence
+    rollout = train.Rollout(prompts, groups, images, raw_rewards, advantages)
     if settings.train == "both":
         # 3. A code sequence has the mean reward of its K paintings, among the G of its prompt. In
         # float64 the means of equal rewards are equal, whatever is NaN.
@@ -71,11 +72,12 @@ def decoder_step(run, settings, rewards, prompts, seed):
         set_advantages(groups, combine(means, weights, sequences, settings.combine))
         trainer.add_reference(groups)  # 4
         metrics = trainer.update(groups)  # 4 to 6
-        advantages = [group.advantages.repeat_interleave(paintings) for group in groups]
+        rollout.advantages = [x.advantages.repeat_interleave(paintings) for x in groups]
+        rollout.paintings = paintings
 
     metrics |= of_decoder
     metrics["skipped"] += of_decoder["decoder/skipped"]
-    return train.Rollout(prompts, groups, images, raw_rewards, advantages), metrics
+    return rollout, metrics
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -120,64 +122,33 @@ class DecoderSettings(Settings):
         return self.paintings if self.train == "both" else self.group_size
 
 
-# ---- what a step works with, and its record ------------------------------------------------------
+# ---- the run -------------------------------------------------------------------------------------
 
 
-class DecoderRecord(Record):
-    """Numbers of the decoder have "decoder/" in front."""
-
-    line: ClassVar = {
-        "decoder/kl": "decoder kl {:.4f}",
-        "decoder/reward_std": "decoder +- {:.3f}",
-        "decoder/grad_norm": "decoder norm {:.3f}",
-        "decoder/groups_without_spread": "decoder: {:.0%} without spread",
-        **LINE,
-    }
-
-    def reward_metrics(self, rewards):
-        """Of code sequences by their means; or, of a lone one, of its paintings."""
-        if self.settings.sequences == 1:
-            return reward_metrics(rewards)
-        count = self.settings.paintings_per_sequence
-        rewards = {name: x.double().unflatten(1, (-1, count)) for name, x in rewards.items()}
-        means = {name: x.nanmean(2) for name, x in rewards.items()}
-        flat = reward_metrics({"reward": rewards["reward"].flatten(0, 1)})
-        flat = {"decoder/reward_std": flat["reward_std"], "unscored": flat["unscored"]}
-        return reward_metrics(means) | flat
+def load_run(settings, plan=None, adapters=None, pipe=None):
+    """As in train.py, with a trainer of the decoder; the policy samples, and with both learns."""
+    run = train.Run.load(settings, plan, adapters, LearningDecoder, pipe)
+    decoder_trainer = DecoderGRPO(
+        run.glm_image,
+        train.adamw(run.glm_image.decoder, settings.decoder_lr),
+        settings,
+        settings.noise_level,
+        settings.guidance_scale,
+        average=ranks.average,
+    )
+    of_policy = run.trainers if settings.train == "both" else {}
+    run.trainers = of_policy | {"decoder-adapter": decoder_trainer}
+    return run
 
 
-@dataclass
-class DecoderRun(train.Run):
-    """train.py's, with a decoder that learns; the policy may."""
-
-    decoder_trainer: DecoderGRPO | None = None
-    policy_learns: bool = False
-
-    Settings = DecoderSettings
-    Record = DecoderRecord
-    Model = LearningDecoder
-    step = decoder_step
-
-    @classmethod
-    def load(cls, settings, *given, **named):
-        """As in train.py, and the decoder's trainer."""
-        run = super().load(settings, *given, **named)
-        run.policy_learns = settings.train == "both"
-        run.decoder_trainer = DecoderGRPO(
-            run.glm_image,
-            train.adamw(run.glm_image.decoder, settings.decoder_lr),
-            settings,
-            settings.noise_level,
-            settings.guidance_scale,
-            average=ranks.average,
-        )
-        return run
-
-    @property
-    def trainers(self):
-        decoder = {"decoder-adapter": self.decoder_trainer}
-        return {**super().trainers, **decoder} if self.policy_learns else decoder
+@exit_code
+def main(arguments=None):
+    settings = parse_settings(arguments, DecoderSettings, __file__)
+    plan, data = devices.plan(settings), read_inputs(settings)
+    return train.train(
+        settings, plan, data, script=__file__, load_run=load_run, make_step=decoder_step
+    )
 
 
 if __name__ == "__main__":
-    leave(train.main(run_class=DecoderRun))
+    leave(main())

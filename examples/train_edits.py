@@ -13,6 +13,7 @@ glm_image/editing.py.
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,12 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+import devices
 import train
 from glm_image.editing import EditingGlmImage, read_edits, read_sources
 from glm_image.model import TINY, is_tiny, load
 from inputs import Own
-from runtime.settings import Settings
-from runtime.terminal import leave
+from runtime.data import read_inputs
+from runtime.settings import Settings, parse_settings
+from runtime.terminal import exit_code, leave
 
 
 @dataclass(kw_only=True)
@@ -61,20 +64,21 @@ class EditSettings(Settings):
     }
 
 
-class EditRun(train.Run):
-    Settings = EditSettings
-    Model = EditingGlmImage
-    read_prompts = staticmethod(read_edits)
+def load_run(data, settings, plan, adapters):
+    """As in train.py, after the model has read all sources."""
+    # In bfloat16 the tiny model's vision tower reads a third of the codes wrong.
+    dtype = {"dtype": torch.float32} if is_tiny(settings.model) else {}
+    pipe = load(settings.model, plan.device, **dtype)
+    read_sources(pipe, [*data.prompts, *data.held_out], plan.device)
+    return train.Run.load(settings, plan, adapters, EditingGlmImage, pipe)
 
-    @classmethod
-    def load(cls, settings, data, plan, adapters=None):
-        """As in train.py, after the model has read all sources."""
-        # In bfloat16 the tiny model's vision tower reads a third of the codes wrong.
-        dtype = {"dtype": torch.float32} if is_tiny(settings.model) else {}
-        pipe = load(settings.model, plan.device, **dtype)
-        read_sources(pipe, [*data.prompts, *data.held_out], plan.device)
-        return super().load(settings, data, plan, adapters, pipe)
+
+@exit_code
+def main(arguments=None):
+    settings = parse_settings(arguments, EditSettings, __file__)
+    plan, data = devices.plan(settings), read_inputs(settings, read_edits)
+    return train.train(settings, plan, data, script=__file__, load_run=partial(load_run, data))
 
 
 if __name__ == "__main__":
-    leave(train.main(run_class=EditRun))
+    leave(main())

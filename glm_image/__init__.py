@@ -3,9 +3,8 @@
 model.GlmImage is what train.py takes from here: it encodes prompts as token ids and positions,
 paints the codes that the policy writes, and holds the models, one of which learns. For another
 model whose policy writes image tokens, write a class with its methods and properties:
-__init__(pipe, begin), prepare_training, save_decoder_adapter; pipe, language_model, reference,
-codes, encode; parts, painters, vae, paint, to_images, compiles_decoder. Beside it train.py takes
-load, for the weights.
+__init__(pipe, begin), prepare_training; pipe, language_model, reference, codes, encode; parts,
+painters, vae, paint, to_images, compiles_decoder. Beside it train.py takes load, for the weights.
 
 adapters.py has what learns, weights.py sizes before a download and weights in int8, editing.py a
 GlmImage that edits pictures, decoder.py one whose decoder learns. Model and adapters import nothing

@@ -1,16 +1,19 @@
 """LoRA adapters: in a model, and as PEFT's two files."""
 
 import json
+import shutil
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 
 import peft
 import safetensors.torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
 from peft import LoraConfig, PeftConfig, get_peft_model
 from safetensors.torch import load_file
 
-from inputs import readable
+from inputs import UserError, readable
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 NO_VOCABULARY = {"save_embedding_layers": False}  # by itself PEFT would ask the hub about it
@@ -87,3 +90,60 @@ def load_adapter(model, file, name="default"):
     if other := weights.keys() ^ wanted.keys():  # which PEFT would leave out
         raise ValueError(f"{file} is of another model: {min(other)} is only in one of them")
     peft.set_peft_model_state_dict(model, weights, adapter_name=name)
+
+
+# ---- of the two models of a pipeline that can learn, in folders side by side ---------------------
+
+# {folder: (its model, that model's library, the stock pipeline's call)}
+ADAPTERS = {
+    "adapter": ("language model", "peft", "policy.load_adapter(adapter)"),
+    "decoder-adapter": (
+        "diffusion decoder",
+        "diffusers",
+        "pipe.transformer.load_lora_adapter(adapter, prefix=None, use_safetensors=True)",
+    ),
+}
+
+
+def find_adapters(place):
+    """{"adapter", "decoder-adapter": its folder} of those in a checkpoint, or of a lone one.
+
+    A lone adapter is the decoder's if it is named like that.
+    """
+    found = adapters_in(place := Path(place))
+    if (place / CONFIG).is_file():
+        of_decoder = place.resolve().name == "decoder-adapter"
+        found = {"decoder-adapter" if of_decoder else "adapter": place}
+    if not found:
+        raise UserError(f"--adapter {place}: no run, no checkpoint and no adapter is there")
+    for each in found.values():
+        refuse_unless_plain(each)
+    return found
+
+
+def adapters_in(folder):
+    """{name: its folder} of those in a checkpoint or in start/."""
+    return {name: folder / name for name in ADAPTERS if (folder / name).is_dir()}
+
+
+def copy_adapters(adapters, folder):
+    """adapters: {name in the folder: folder of an adapter}. Nothing else there is touched.
+
+    The config comes last: without it there is no adapter, only a copy that was ended.
+    """
+    for name, adapter in adapters.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / CONFIG).unlink(missing_ok=True)
+        for file in (WEIGHTS, CONFIG):
+            shutil.copyfile(adapter / file, folder / name / file)
+
+
+def export_adapters(adapters, folder):
+    """Copies them, with a third file for the decoder's: that of the call in ADAPTERS."""
+    copy_adapters(adapters, folder)
+    if "decoder-adapter" in adapters:
+        own = folder / "decoder-adapter"
+        weights = load_file(own / WEIGHTS)
+        weights = {name.removeprefix("base_model.model."): x for name, x in weights.items()}
+        config = {"format": "pt", LORA_ADAPTER_METADATA_KEY: (own / CONFIG).read_text("utf-8")}
+        (own / LORA_WEIGHT_NAME_SAFE).write_bytes(safetensors.torch.save(weights, config))

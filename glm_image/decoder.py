@@ -119,7 +119,10 @@ class LearningDecoder(GlmImage):
 
     compiles_decoder = False  # not tried
 
-    def adapt_decoder(self, settings, device, folder):
+    def prepare_training(self, settings, device, adapters=None):
+        adapters = {**(adapters or {})}
+        folder = adapters.pop("decoder-adapter", None)
+        super().prepare_training(settings, device, adapters)
         transformer = self.pipe.transformer
         adapted = add_adapter(transformer, "decoder", settings.lora_rank, folder)
         self.decoder, self.decoder_reference = adapted

@@ -75,17 +75,9 @@ class GlmImage:
         self.language_model, self.reference = add_adapter(
             self.language_model, "codes", settings.lora_rank, adapters.get("adapter")
         )
-        self.adapt_decoder(settings, device, adapters.get("decoder-adapter"))
-
-    def adapt_decoder(self, settings, device, folder):
-        """Loads the decoder adapter of examples/train_decoder.py, if there is one, frozen."""
-        if folder:
-            add_adapter(self.pipe.transformer, "decoder", None, folder)
-            self.pipe.transformer.requires_grad_(False)
-
-    def save_decoder_adapter(self, folder):
-        """For the stock pipeline's load_lora_adapter; --adapter reads PEFT's file beside it."""
-        self.pipe.transformer.save_lora_adapter(folder)
+        if folder := adapters.get("decoder-adapter"):  # of examples/train_decoder.py
+            add_adapter(transformer, "decoder", None, folder)
+            transformer.requires_grad_(False)
 
     @property
     def parts(self):

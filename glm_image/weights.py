@@ -5,7 +5,7 @@ from diffusers import AutoencoderKL, GlmImageTransformer2DModel
 from torch.nn.functional import linear
 from transformers import GlmImageForConditionalGeneration, T5EncoderModel
 
-from glm_image.model import load, read_config, readable_loading
+from glm_image.model import GlmImage, load, read_config, readable_loading
 
 PARTS = {  # of the pipeline, those with weights
     "vision_language_encoder": GlmImageForConditionalGeneration,
@@ -18,9 +18,9 @@ PARTS = {  # of the pipeline, those with weights
 # ---- sizes ---------------------------------------------------------------------------------------
 
 
-def sizes(model_class, settings, base, device):
+def sizes(settings, base, device):
     """The models of a GlmImage without data: from a few kB of config files."""
-    glm_image = model_class(load_sizes(settings.model, device))
+    glm_image = GlmImage(load_sizes(settings.model, device))
     if base == "int8":
         round_weights(glm_image)
     glm_image.prepare_training(settings, torch.device("meta"))

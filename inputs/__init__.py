@@ -41,6 +41,12 @@ def find_path(name):
     return str(own) if first and own.exists() else name
 
 
+def script_name(file):
+    """A script as its runs record it: one of the project's by its place there."""
+    file = Path(file).resolve()
+    return file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else str(file)
+
+
 def download(name, *patterns):
     """The folder of a model: `name`, or where its files on the hub are after a download.
 

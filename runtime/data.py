@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from PIL import Image
 
 from inputs import UserError, forget_modules, load_from_file, readable
+from inputs.prompts import read_prompts
 from rewards import check_parameters, parse_rewards, score, weights_of
 from runtime import ranks
 from runtime.terminal import say
@@ -48,7 +49,7 @@ class Data:
         return [each for each in (self.rewards | self.judges).values() if each.own]
 
 
-def read_inputs(settings, read):
+def read_inputs(settings, read=read_prompts):
     """The Data of a run, its rewards not yet loaded.
 
     read: (settings, "" or "eval_") -> [Prompt]. Raises UserError for files and names that are

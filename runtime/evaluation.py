@@ -1,7 +1,5 @@
 """What was learned: held-out prompts, painted from the same seeds each time."""
 
-from functools import partial
-
 import torch
 
 from inputs.prompts import choose
@@ -40,11 +38,11 @@ def score_prompts(run, settings, rewards, prompts, seed=SEED):
     """Yields, of each prompt of this rank, its row, raw rewards {name: (G,)} and G pictures."""
     # On a CPU a pass costs much and a row of it little: fewer, larger passes.
     at_once = settings.prompts_per_step * (4 if run.clock.device.type == "cpu" else 1)
-    own, work = ranks.shard(len(prompts)), partial(sample_and_score, run)
+    own = ranks.shard(len(prompts))
     for first in own[::at_once]:
         some = prompts[first : min(first + at_once, own.stop)]
         images, raw_rewards = run.memory.attempt(
-            work, run.trainers, settings, rewards, some, seed + first
+            sample_and_score, run, settings, rewards, some, seed + first
         )
         for i in range(len(some)):
             group = slice(i * settings.group_size, (i + 1) * settings.group_size)

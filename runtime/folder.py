@@ -35,13 +35,14 @@ import torch
 from filelock import FileLock, Timeout
 
 from glm_image.adapters import (
-    CONFIG,
     WEIGHTS,
+    adapters_in,
+    copy_adapters,
+    find_adapters,
     load_adapter,
-    refuse_unless_plain,
     save_adapter,
 )
-from inputs import MODULES, ROOT, UserError, find_file, find_path, readable
+from inputs import MODULES, ROOT, UserError, find_file, find_path, readable, script_name
 from runtime import ranks
 from runtime.terminal import say
 
@@ -56,7 +57,6 @@ CODE = ["grpo.py", "rewards.py", "train.py", "examples/train_*.py", "tiny-glm-im
 CODE += ["glm_image/*.py", "devices/*.py", "reward_models/*.py", "runtime/*.py", "inputs/*.py"]
 STEP = "[0-9]" * 6  # a checkpoint's folder
 WHOLE = "whole"  # its last file, which is empty
-ADAPTERS = "adapter", "decoder-adapter"  # folders: of the policy, of the decoder
 
 
 # ---- how a run begins ----------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def values_of(settings, script, data):
     own = reward_files(data).values()
     values = {name: x for name, x in vars(settings).items() if name not in ("out", "resume")}
     chosen = [name for name in settings.not_default() if name in values]
-    return values | dict(zip(OF_RUN, (script, ranks.count(), versions(own), chosen)))
+    return values | dict(zip(OF_RUN, (script_name(script), ranks.count(), versions(own), chosen)))
 
 
 def versions(own=()):
@@ -301,39 +301,3 @@ def load(out, trainers):
 def newest(place):
     """The newest checkpoint of a run, or what else is in this place."""
     return [Path(place), *checkpoints(Path(place))][-1]
-
-
-# ---- its adapters --------------------------------------------------------------------------------
-
-
-def find_adapters(place):
-    """{"adapter", "decoder-adapter": its folder} of those in a checkpoint, or of a lone one.
-
-    A lone adapter is the decoder's if it is named like that.
-    """
-    found = adapters_in(place := Path(place))
-    if (place / CONFIG).is_file():
-        of_decoder = place.resolve().name == "decoder-adapter"
-        found = {"decoder-adapter" if of_decoder else "adapter": place}
-    if not found:
-        raise UserError(f"--adapter {place}: no run, no checkpoint and no adapter is there")
-    for each in found.values():
-        refuse_unless_plain(each)
-    return found
-
-
-def adapters_in(folder):
-    """{name: its folder} of those in a checkpoint or in start/."""
-    return {name: folder / name for name in ADAPTERS if (folder / name).is_dir()}
-
-
-def copy_adapters(adapters, folder):
-    """adapters: {name in the folder: folder of an adapter}. Nothing else there is touched.
-
-    The config comes last: without it there is no adapter, only a copy that was ended.
-    """
-    for name, adapter in adapters.items():
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        (folder / name / CONFIG).unlink(missing_ok=True)
-        for file in (WEIGHTS, CONFIG):
-            shutil.copyfile(adapter / file, folder / name / file)

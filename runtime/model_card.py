@@ -6,17 +6,10 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
+from glm_image.adapters import ADAPTERS
 from inputs import find_path
 from runtime.numbers import counted, evaluation_table
 
-LOADED = {  # its part of the model, how the hub names its library, how the stock pipeline loads it
-    "adapter": ("language model", "peft", "policy.load_adapter(adapter)"),
-    "decoder-adapter": (
-        "diffusion decoder",
-        "diffusers",
-        "pipe.transformer.load_lora_adapter(adapter, prefix=None, use_safetensors=True)",
-    ),
-}
 PAGE = """\
 ---
 {head}
@@ -69,7 +62,7 @@ def card(name, run, adapters):
     """The text of README.md."""
     settings, evaluations = run.settings, run.records["evaluation"]
     table = evaluation_table(evaluations) if evaluations else ""
-    part, library, load = LOADED[name]
+    part, library, load = ADAPTERS[name]
     is_folder = Path(find_path(settings.model)).exists()
     head = ModelCardData(
         base_model=None if is_folder else settings.model,

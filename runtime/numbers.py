@@ -9,6 +9,11 @@ import torch
 from rewards import combine
 
 LINE = {  # parts of a step's line, see format_step
+    # Of examples/train_decoder.py.
+    "decoder/kl": "decoder kl {:.4f}",
+    "decoder/reward_std": "decoder +- {:.3f}",
+    "decoder/grad_norm": "decoder norm {:.3f}",
+    "decoder/groups_without_spread": "decoder: {:.0%} without spread",
     "skipped": "SKIPPED: the gradient was not finite",
     "groups_without_spread": "{:.0%} without spread",
     "unscored": "{:.0%} unscored",
@@ -32,11 +37,18 @@ def with_weighted_sum(raw_rewards, weights, group_size):
     return {name: values.view(-1, group_size) for name, values in rewards.items()}
 
 
-def reward_metrics(rewards):
+def reward_metrics(rewards, paintings=1):
     """Of each reward the mean, and the mean standard deviation within a group.
 
-    rewards: {name: (N, G)}. NaN, where a reward does not apply, is left out.
+    rewards: {name: (N, G)}. NaN, where a reward does not apply, is left out. paintings: see
+    Rollout; of more than one, what is said of groups is said of their means.
     """
+    if paintings > 1:
+        nested = {name: x.double().unflatten(1, (-1, paintings)) for name, x in rewards.items()}
+        of_each = reward_metrics({"reward": nested["reward"].flatten(0, 1)})
+        of_means = reward_metrics({name: x.nanmean(2) for name, x in nested.items()})
+        unscored = of_each["unscored"]
+        return of_means | {"decoder/reward_std": of_each["reward_std"], "unscored": unscored}
     metrics = {"unscored": rewards["reward"].isnan().double().mean().item()}
     for name, values in rewards.items():
         std = name.replace("reward", "reward_std", 1)
@@ -85,7 +97,7 @@ def means_and_errors(rewards):
 # ---- as people read them -------------------------------------------------------------------------
 
 
-def format_step(steps, numbers, parts, epochs_per_step=0):
+def format_step(steps, numbers, epochs_per_step=0):
     """The line of a step: what is 0 or was not measured is left out.
 
     A run that trains on its prompts more than once also says how often so far.
@@ -97,7 +109,7 @@ def format_step(steps, numbers, parts, epochs_per_step=0):
     for name in names if len(names) > 1 else ():
         if name != "reward":
             words.append(f"{name.removeprefix('reward/')} {format_number(numbers[name])}")
-    shown = {name: form for name, form in parts.items() if numbers.get(name)}
+    shown = {name: form for name, form in LINE.items() if numbers.get(name)}
     return " | ".join([*words, *(form.format(numbers[name]) for name, form in shown.items())])
 
 

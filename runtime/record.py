@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
+from glm_image.adapters import adapters_in, export_adapters
 from rewards import weights_of
 from runtime import folder, ranks
 from runtime.numbers import (
-    LINE,
     best_earlier_evaluation,
     evaluation_metrics,
     evaluation_table,
@@ -26,11 +26,8 @@ SIDE = 256  # pixels of a side of a training picture at most, since a run saves 
 class Record:
     """The numbers and pictures of a run, in its folder, and its lines on the screen.
 
-    The first rank writes. Scripts that train more than the policy subclass Record, as
-    examples/train_decoder.py does.
+    The first rank writes.
     """
-
-    line = LINE
 
     def __init__(self, out, settings, data, run, tracker, done):
         """out: the folder. tracker: a Tracker, or None. done: steps made; others are dropped."""
@@ -68,7 +65,7 @@ class Record:
         of_all = {name: torch.cat([each[name] for each in of_ranks]) for name in rewards}
         # Mean entropy per code, in nats: an unbiased estimate from the samples.
         entropy = -torch.stack([group.old_logprobs for group in rollout.groups]).mean().item()
-        metrics |= {"entropy": entropy} | self.reward_metrics(of_all)
+        metrics |= {"entropy": entropy} | reward_metrics(of_all, rollout.paintings)
         self.append("metrics", [{"step": done, **ranks.mean(metrics)}])
         numbers = self.records["metrics"][-1]
         if self.tracker is not None:
@@ -78,7 +75,7 @@ class Record:
         # After the records: a kill between the two leaves records that a resumed run makes again.
         if done % self.settings.save_every == 0:
             self.save()
-        say(format_step(self.settings.steps, numbers, self.line, self.epochs_per_step))
+        say(format_step(self.settings.steps, numbers, self.epochs_per_step))
 
     def group(self, i, rollout, rewards):
         """The record of the i-th group of a step, whose pictures are saved."""
@@ -164,20 +161,13 @@ class Record:
             "beside": {name: save(name, picture) for name, picture in beside.items() if picture},
         }
 
-    def reward_metrics(self, rewards):
-        """What a step's rewards, {name: (N, G)}, say of its groups."""
-        return reward_metrics(rewards)
-
-    def export(self, glm_image):
+    def export(self):
         """The adapters of the newest checkpoint, for other programs and people to load."""
         if self.writes and self.saved:
             from runtime.model_card import write_cards  # training needs nothing of it
 
-            adapters = folder.adapters_in(folder.newest(self.out))
-            folder.copy_adapters(adapters, self.out)
-            if "decoder-adapter" in adapters:
-                folder.load(self.out, self.trainers)  # Ctrl-C may have ended an update midway
-                glm_image.save_decoder_adapter(self.out / "decoder-adapter")
+            adapters = adapters_in(folder.newest(self.out))
+            export_adapters(adapters, self.out)
             write_cards(self, adapters)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from glm_image.model import RELEASE, TINY, is_tiny
 from grpo import GRPOSettings
-from inputs import Own, UserError, readable
+from inputs import ROOT, Own, UserError, readable, script_name
 from rewards import REWARDS
 from runtime.folder import OF_RUN
 from runtime.terminal import option, say
@@ -284,11 +284,11 @@ def argument_of(hint):
     return {"type": os.path.expanduser if hint is str else hint, "metavar": hint.__name__.upper()}
 
 
-def parse_settings(arguments=None, kind=Settings, script="train.py"):
+def parse_settings(arguments=None, kind=Settings, script=ROOT / "train.py"):
     """The Settings of a command line.
 
     Its flags come before the settings in --config, or in the folder of --resume, and these before
-    the model's defaults. kind: the class, in examples/ another than Settings. script: its name.
+    the model's defaults. kind: the class, in examples/ another than Settings. script: its file.
     """
     parser = build_parser(kind)
     given = vars(parser.parse_args(arguments))
@@ -297,7 +297,7 @@ def parse_settings(arguments=None, kind=Settings, script="train.py"):
             raise UserError("--resume names the folder and its settings: leave out --out, --config")
         given["config"] = str(Path(given["resume"], "settings.json"))
     if config := given.pop("config", None):
-        given = read_settings(config, parser, script) | given
+        given = read_settings(config, parser, script_name(script)) | given
     for prefix in ("", "eval_"):
         if f"{prefix}prompts" in given:  # the default targets are not theirs
             given = {f"{prefix}targets": None} | given

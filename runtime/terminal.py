@@ -3,6 +3,7 @@
 import os
 import sys
 from contextlib import contextmanager, suppress
+from functools import wraps
 
 import torch
 from tqdm import tqdm
@@ -54,32 +55,37 @@ def out_of_memory(error):
     )
 
 
-def exit_code(run):
-    """What run() returns; 2 after an error that the user can fix, 130 after Ctrl-C."""
-    with suppress(AttributeError):  # a notebook's has no code page
-        # A type of prompts may be in Chinese where the code page has no such letters.
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        with ranks.joined():
-            return run()
-    except KeyboardInterrupt:
-        return 130
-    except (UserError, NotFinite) as error:
-        message = error
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        message = (
-            f"out of GPU memory ({str(error).splitlines()[0]}): try --offload yes and a lower "
-            "--micro-batch-size; or start again with --base int8, or a lower --prompts-per-step or "
-            "--group-size"
-        )
-    print(f"error: {message}", file=sys.stderr)
-    return 2
+def exit_code(main):
+    """Wraps a program: 2 after an error that the user can fix, 130 after Ctrl-C, else its own."""
+
+    @wraps(main)
+    def program(*arguments):
+        with suppress(AttributeError):  # a notebook's has no code page
+            # A type of prompts may be in Chinese where the code page has no such letters.
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            with ranks.joined():
+                return main(*arguments)
+        except KeyboardInterrupt:
+            return 130
+        except (UserError, NotFinite) as error:
+            message = error
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            message = (
+                f"out of GPU memory ({str(error).splitlines()[0]}): try --offload yes and a lower "
+                "--micro-batch-size; or start again with --base int8, or a lower "
+                "--prompts-per-step or --group-size"
+            )
+        print(f"error: {message}", file=sys.stderr)
+        return 2
+
+    return program
 
 
 def leave(code):
-    """Ends the program with an exit code of exit_code().
+    """Ends the program with the exit code of its main().
 
     After Ctrl-C as Python does by itself, but without a traceback: a shell ends its loop over runs
     only if the program died of the signal.

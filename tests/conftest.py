@@ -33,9 +33,9 @@ if "OMP_NUM_THREADS" not in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
+import train_decoder
+import train_edits
 from diffusers import GlmImagePipeline
-from train_decoder import DecoderRun
-from train_edits import EditRun
 from world import draw
 
 import train
@@ -46,6 +46,7 @@ from inputs import UserError, forget_modules
 from inputs.prompts import Prompt
 from runtime.clock import Clock
 from runtime.folder import find_adapters
+from runtime.settings import Settings
 
 gc.freeze()  # millions of objects of the libraries, which no collection needs to look at again
 
@@ -53,6 +54,11 @@ CPU = torch.device("cpu")
 OF_CUDA = "devices.cuda", "devices.memory", "devices.forward"
 RED_CIRCLE = (("circle", "red"), None, None, None)  # scenes
 BLUE_CROSS = (("cross", "blue"), None, None, None)
+SCRIPTS = {  # {name: (script, its settings)}
+    "train.py": (train, Settings),
+    "examples/train_decoder.py": (train_decoder, train_decoder.DecoderSettings),
+    "examples/train_edits.py": (train_edits, train_edits.EditSettings),
+}
 CODES = 4  # of a short picture of 64x64, half as many of 32x32: see shorten
 
 QUICK = "--prompts prompts.txt --targets targets --height 32 --width 32 --reward ssim,mse:0.5"
@@ -119,33 +125,35 @@ def words_of(flags):
     return shlex.split(" ".join(map(str, flags)))
 
 
-def run_class_of(words):
-    """The Run of the script that takes these flags, or made the run that they resume."""
+def script_of(words):
+    """The name of the script that takes these flags, or made the run that they resume."""
     words = [*words]
     if "--resume" in words:
         file = Path(words[words.index("--resume") + 1], "settings.json")
         with suppress(OSError, ValueError):
-            script = json.loads(file.read_text())["script"]
-            return {train.script_of(each): each for each in (train.Run, DecoderRun, EditRun)}[
-                script
-            ]
+            return json.loads(file.read_text())["script"]
     if "--train" in words:
-        return DecoderRun
-    return EditRun if {"--sources", "--eval-sources"} & {*words} else train.Run
+        return "examples/train_decoder.py"
+    return "examples/train_edits.py" if {"--sources", "--eval-sources"} & {*words} else "train.py"
+
+
+def main_of(words):
+    """The main() of that script."""
+    return SCRIPTS[script_of(words)][0].main
 
 
 def tiny_settings(*flags):
     words = ["--model", TINY.name, *words_of(flags)]
-    run_class = run_class_of(words)
-    return train.parse_settings(words, run_class.Settings, train.script_of(run_class))
+    script = script_of(words)
+    return train.parse_settings(words, SCRIPTS[script][1], ROOT / script)
 
 
 def build_run(settings, pipe=None):
     """What a run works with, of the tiny model unless told otherwise."""
-    run_class = DecoderRun if hasattr(settings, "train") else train.Run
+    load_run = train_decoder.load_run if hasattr(settings, "train") else train.Run.load
     pipe = pipe or load_once(settings.model, CPU)
     adapters = find_adapters(settings.adapter) if settings.adapter else {}
-    return run_class.load(settings, adapters=adapters, pipe=pipe)
+    return load_run(settings, adapters=adapters, pipe=pipe)
 
 
 def holding(device, *models, waiting=None, release=lambda: None):
@@ -233,10 +241,10 @@ def short_runs(folder):
         shorten(patch.setattr)
         patch.setattr(train, "load", load_once)
 
-        def run(*flags, run_class=None, usual=QUICK):
+        def run(*flags, main=None, usual=QUICK):
             words = words_of(flags)
             usual = usual[:-2] if "decoder" in words else usual
-            return train.main([*usual, *words], run_class or run_class_of(words))
+            return (main or main_of(words))([*usual, *words])
 
         yield run
     forget_modules()  # or their folder would be on the path of processes, too
@@ -278,9 +286,9 @@ def one_step(tmp_path_factory):
     return folder / "run"
 
 
-def resume(*flags, run_class=None):
+def resume(*flags, main=None):
     words = words_of(["--resume", *flags])
-    return train.main(words, run_class or run_class_of(words))
+    return (main or main_of(words))(words)
 
 
 def write_reward(body):
@@ -377,7 +385,7 @@ def _in_child(folder, arguments, output, prepare, environment):
     sys.modules |= dict.fromkeys(OF_CUDA)  # a run on a CPU that imports one of these fails
     if prepare is not None:
         prepare()
-    sys.exit(train.main(arguments, run_class_of(arguments)))
+    sys.exit(main_of(arguments)(arguments))
 
 
 if os.environ.pop("LOADED_AT_ONCE", None):  # in the process whose copies tests start

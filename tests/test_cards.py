@@ -25,6 +25,7 @@ from conftest import (
 from diffusers import AutoencoderKL
 
 import grpo
+import train
 from benchmarks import random_weights
 from devices import cpu
 from devices import memory as gpu
@@ -175,7 +176,7 @@ def test_a_step_that_has_moved_the_policy_is_not_made_again(quick, monkeypatch):
 
 
 def attempt(work, run, *given):
-    return run.memory.attempt(work, run.trainers, *given)
+    return run.memory.attempt(work, run, *given)
 
 
 def room_for(micro_batch, *models, release=lambda: None):
@@ -243,19 +244,19 @@ def test_models_that_the_user_or_the_host_keeps_do_not_take_turns(monkeypatch, l
 # ---- models that take turns ----------------------------------------------------------------------
 
 
-def test_a_step_has_left_the_host_when_the_next_begins(quick):
-    left = []
+def test_a_step_has_left_the_host_when_the_next_begins(quick, monkeypatch):
+    left, step = [], train_decoder.decoder_step
 
-    class Watched(train_decoder.DecoderRun):
-        def step(self, *given):
-            # Samples of two steps would be there at once.
-            assert not any(reference() for reference in left)
-            rollout, metrics = super().step(*given)
-            left.extend(weakref.ref(each) for each in rollout.groups)
-            return rollout, metrics
+    def watched(*given):
+        # Samples of two steps would be there at once.
+        assert not any(reference() for reference in left)
+        rollout, metrics = step(*given)
+        left.extend(weakref.ref(each) for each in rollout.groups)
+        return rollout, metrics
 
+    monkeypatch.setattr(train_decoder, "decoder_step", watched)
     flags = "--group-size 2 --decode-steps 2 --steps 3 --train decoder --out run"
-    assert quick(flags, run_class=Watched) == 0 and len(left) == 3
+    assert quick(flags) == 0 and len(left) == 3
 
 
 @pytest.mark.parametrize("flags", ["", "--train both --paintings 2"])
@@ -283,7 +284,8 @@ def test_each_model_has_a_turn_of_its_own(monkeypatch, lockable, flags):
     for trainer in trainers:
         watch(trainer, "logprobs")
     reward = lambda images, **_: (look("score"), range(len(images)))[1]
-    run.step(settings, {"mine": Reward("mine", 1.0, reward)}, prompts_of("a red circle"), 5)
+    step = train_decoder.decoder_step if flags else train.grpo_step
+    step(run, settings, {"mine": Reward("mine", 1.0, reward)}, prompts_of("a red circle"), 5)
     assert "seconds/move" in run.clock.read()  # what moves is timed by itself
     # The language model, the glyph encoder, the decoder, the VAE.
     turns = {("sample", 1, 0, 0, 0), ("paint", 0, 1, 1, 0), ("to_images", 0, 0, 0, 1)}

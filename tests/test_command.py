@@ -49,10 +49,11 @@ from devices.memory import Memory
 from glm_image.model import load
 from grpo import compute_advantages
 from inputs import UserError
+from inputs.prompts import read_prompts
 from rewards import REWARDS, Reward, parse_rewards
 from runtime import evaluation, model_card, ranks, settings, terminal
 from runtime.clock import Clock
-from runtime.numbers import LINE, format_step, reward_metrics
+from runtime.numbers import format_step, reward_metrics
 from runtime.record import RECORDS
 
 NAN = math.nan
@@ -227,8 +228,8 @@ def test_default_prompts_are_the_projects_own(tmp_path, monkeypatch):
     Path(settings.TINY).mkdir()
     (file := Path(settings.TINY, "prompts.txt")).write_text("a prompt of mine\n", "utf-8")
     defaults = train.parse_settings([])
-    assert len(train.read_prompts(defaults)) == 112
-    (mine,) = train.read_prompts(dataclasses.replace(defaults, prompts=str(file)))
+    assert len(read_prompts(defaults)) == 112
+    (mine,) = read_prompts(dataclasses.replace(defaults, prompts=str(file)))
     assert mine.text == "a prompt of mine"
 
 
@@ -265,7 +266,7 @@ def test_a_run_begins_with_the_settings_of_another(quick, tmp_path, capsys):
     """Flags win."""
     assert quick(BOTH, "--steps 1 --reward mse --targets targets --out run") == 0
     of_run = json.loads(Path("run/settings.json").read_text())
-    kind = train_decoder.DecoderSettings, "examples/train_decoder.py"
+    kind = train_decoder.DecoderSettings, train_decoder.__file__
     parsed = lambda *flags: vars(train.parse_settings(flags, *kind))
     again = parsed("--config", "run/settings.json", "--lr", "0.25")
     differ = {name for name in of_run if name in again and again[name] != of_run[name]}
@@ -284,7 +285,8 @@ def test_a_run_begins_with_the_settings_of_another(quick, tmp_path, capsys):
         Path("own.json").write_text(text)
         assert words in error_from(parsed, "--config", "own.json", "--reward", "mse")
     line = error_from(train.parse_settings, ["--config", "run/settings.json"])
-    assert line == f"run/settings.json is of a run of {kind[1]}, not of train.py: give it to that"
+    words = "is of a run of examples/train_decoder.py, not of train.py: give it to that"
+    assert line == f"run/settings.json {words}"
 
 
 def test_the_start_shows_how_much_there_is_to_do(monkeypatch, capsys):
@@ -508,13 +510,8 @@ def test_spreads_of_code_sequences_and_of_their_paintings_by_hand():
     values = torch.tensor([[NAN, 2.0, 10.0, 16.0, 3.0, 5.0]])
     spread = lambda *values: pytest.approx(np.std(values, ddof=1))
 
-    def metrics(sequences, paintings):
-        settings = {"sequences": sequences, "paintings_per_sequence": paintings}
-        record = SimpleNamespace(settings=SimpleNamespace(**settings))
-        rewards = {"reward": values, "reward/a": values}
-        return train_decoder.DecoderRecord.reward_metrics(record, rewards)
-
-    both, decoder = metrics(3, 2), metrics(1, 6)
+    rewards = {"reward": values, "reward/a": values}
+    both, decoder = reward_metrics(rewards, 2), reward_metrics(rewards)
     assert both["reward"] == both["reward/a"] == pytest.approx((2 + 13 + 4) / 3)
     assert both["reward_std"] == both["reward_std/a"] == spread(2, 13, 4)  # of the means
     within = (np.std([10, 16], ddof=1) + np.std([3, 5], ddof=1)) / 2
@@ -550,24 +547,24 @@ NUMBERS = {
 
 def test_the_line_of_a_step_by_hand():
     """What is 0 or was not measured is left out; alarms stand before what is to be watched."""
-    assert format_step(20, NUMBERS, LINE) == (
+    assert format_step(20, NUMBERS) == (
         "step 3/20 | reward 1.250 +- 0.500 | a 0.750 | b none | 25% without spread | kl 0.0125 | "
         "entropy 0.0169 | gap 2e-06 | norm 2.500 | 12.5% clipped | 3.8s | 9.5 GB"
     )
     trouble = dict.fromkeys(["kl", "clip_fraction", "mean_logprob_gap"])  # nothing learned
     trouble |= {"unscored": 0.25, "skipped": 1.0, "grad_norm": 0.0, "reward/a": 1.25}
-    assert format_step(20, {**NUMBERS, **trouble, "gpu_gb": 0}, LINE) == (
+    assert format_step(20, {**NUMBERS, **trouble, "gpu_gb": 0}) == (
         "step 3/20 | reward 1.250 +- 0.500 | a 1.250 | b none | SKIPPED: the gradient was not "
         "finite | 25% without spread | 25% unscored | entropy 0.0169 | 3.8s"
     )
-    tiny = format_step(20, NUMBERS | {"reward_std": 4.2e-5}, {})
+    tiny = format_step(20, NUMBERS | {"reward_std": 4.2e-5})
     # 0.000 beside "25% without spread" would contradict it.
     assert tiny.startswith("step 3/20 | reward 1.250 +- 4e-05 | a")
     for epochs, words in ((1 / 20, "step 3/20 |"), (0.7, "step 3/20, epoch 2.1 |")):
-        assert format_step(20, NUMBERS, {}, epochs).startswith(words)
+        assert format_step(20, NUMBERS, epochs).startswith(words)
     decoder = {**NUMBERS, "reward_std": None, "decoder/groups_without_spread": 0.5}
     decoder |= {"decoder/kl": 0.0, "decoder/reward_std": 0.0625}
-    assert format_step(20, decoder, train_decoder.DecoderRecord.line).startswith(
+    assert format_step(20, decoder).startswith(
         "step 3/20 | reward 1.250 | a 0.750 | b none | decoder +- 0.062 | "
         "decoder: 50% without spread | 25% without spread | kl 0.0125 | entropy"
     )

@@ -61,7 +61,7 @@ def roll_out(run, settings):
     updated = []
     update = lambda groups: updated.append(groups) or {"skipped": 0}
     with pytest.MonkeyPatch.context() as patch:
-        for trainer in (run.decoder_trainer, run.trainer):
+        for trainer in (run.trainers["decoder-adapter"], run.trainer):
             patch.setattr(trainer, "update", update)
         rolled, _ = train_decoder.decoder_step(run, settings, REWARDS, two_prompts(), 5)
     rolled.paths = updated[0]
@@ -132,13 +132,13 @@ def test_scored_again_the_log_probs_are_those_of_the_draw(guidance, calls):
     """Recomputed by the Gaussian's own formula from a transformer called by hand, guided as the
     pipeline does."""
     run, settings = build("--guidance-scale", guidance)
-    perturb(run.decoder_trainer.model)
+    perturb(run.trainers["decoder-adapter"].model)
     steps = roll_out(run, settings).paths
     assert len(steps) == 2 * 2  # prompts x steps but the last
     for step in steps:
         assert step.old_logprobs.shape == (3, 8 * 8 * 8) and step.latents.device.type == "cpu"
         with torch.no_grad():
-            again = run.decoder_trainer.logprobs(step, torch.arange(3))
+            again = run.trainers["decoder-adapter"].logprobs(step, torch.arange(3))
         # Of the mean over the numbers of a step.
         assert (again - step.old_logprobs).mean(1).abs().max() < 2e-7
         assert (again - step.old_logprobs).abs().max() < 1e-3
@@ -175,7 +175,7 @@ def test_no_two_paintings_share_their_draws(monkeypatch):
     settings.group_size = 2
     (prompt,), codes = prompts_of(PROMPTS[0]), torch.zeros(3, 4, dtype=torch.long)
     for seed in (5, 6, 1005):
-        run.decoder_trainer.paint_paths(prompt, codes, settings, seed)
+        run.trainers["decoder-adapter"].paint_paths(prompt, codes, settings, seed)
     draws = [x for x in drawn if x.dim() == 3]
     # Seeds, code sequences, steps, paintings.
     assert len({x.numpy().tobytes() for x in draws}) == 3 * 3 * 2 * 2
@@ -189,7 +189,7 @@ def test_as_on_a_gpu_in_bfloat16_and_with_recomputed_activations():
     run.glm_image.pipe.transformer.enable_gradient_checkpointing()
     steps = roll_out(run, settings).paths
     assert {step.old_logprobs.dtype for step in steps} == {torch.float32}
-    metrics = run.decoder_trainer.update(steps)
+    metrics = run.trainers["decoder-adapter"].update(steps)
     assert metrics["max_logprob_gap"] < 1e-4  # in batches of the same size the same operations
     assert 0 < metrics["grad_norm"] < 1 and metrics["skipped"] == 0
 
@@ -197,11 +197,11 @@ def test_as_on_a_gpu_in_bfloat16_and_with_recomputed_activations():
 def test_the_reference_is_the_decoder_without_its_adapter():
     run, settings = build("--kl-coef 0.1")
     steps = roll_out(run, settings).paths
-    perturb(run.decoder_trainer.model)
-    run.decoder_trainer.add_reference(steps)
+    perturb(run.trainers["decoder-adapter"].model)
+    run.trainers["decoder-adapter"].add_reference(steps)
     moved = pytest.warns(UserWarning, match="mean_logprob_gap is above")
     with moved, pytest.warns(UserWarning, match="kl is above 0 at the start"):
-        metrics = run.decoder_trainer.update(steps)
+        metrics = run.trainers["decoder-adapter"].update(steps)
     for step in steps:
         torch.testing.assert_close(step.ref_logprobs, step.old_logprobs, atol=1e-3, rtol=0)
     assert metrics["kl"] > 0
@@ -220,7 +220,7 @@ def test_codes_are_compared_by_the_means_of_their_paintings_and_paintings_among_
     is left out."""
     run, settings = build("--train both --group-size 3 --paintings 4")
     values, given, calls, learned = torch.arange(24.0) ** 2, {}, [], []
-    for trainer in (run.trainer, run.decoder_trainer):
+    for trainer in (run.trainer, run.trainers["decoder-adapter"]):
         update = lambda groups: learned.extend(groups) or {"skipped": 1}
         monkeypatch.setattr(trainer, "update", update)
     monkeypatch.setattr(
@@ -262,7 +262,7 @@ def test_a_path_ends_in_its_own_picture():
 
 def test_one_code_sequence_a_prompt_when_only_the_decoder_learns():
     run, settings = build("--decoder-lr 0.002")
-    assert run.decoder_trainer.optimizer.param_groups[0]["lr"] == 0.002
+    assert run.trainers["decoder-adapter"].optimizer.param_groups[0]["lr"] == 0.002
     before = [p.detach().clone() for p in adapter(run.trainer.model)]
     rolled, metrics = train_decoder.decoder_step(run, settings, REWARDS, two_prompts(), 5)
     assert [len(group.tokens) for group in rolled.groups] == [1, 1]
@@ -270,7 +270,9 @@ def test_one_code_sequence_a_prompt_when_only_the_decoder_learns():
     assert "groups_without_spread" not in metrics and metrics["decoder/groups_without_spread"] == 0
     assert all(torch.equal(p, b) for p, b in zip(adapter(run.trainer.model), before))
     assert any(
-        p.abs().max() > 0 for n, p in run.decoder_trainer.model.named_parameters() if "lora_B" in n
+        p.abs().max() > 0
+        for n, p in run.trainers["decoder-adapter"].model.named_parameters()
+        if "lora_B" in n
     )
 
 
@@ -330,7 +332,7 @@ def test_one_move_leaves_nothing_to_learn(quick, capsys):
 def test_a_decoder_that_paints_nonsense_fails_the_step():
     """Its adapter is ruined: nothing is learned from black pictures."""
     run, settings = build()
-    for name, parameter in run.decoder_trainer.model.named_parameters():
+    for name, parameter in run.trainers["decoder-adapter"].model.named_parameters():
         if "lora_B" in name:
             parameter.data.fill_(math.nan)
     with pytest.raises(NotFinite, match="not finite: .* too high a learning rate"):

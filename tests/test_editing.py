@@ -224,7 +224,7 @@ def test_sources_go_with_their_prompts_and_sources_to_judge_by(quick, capfd, mon
         ("--sources", "targets", "error: targets has 2 source pictures for"),
         ("--eval-sources", "nowhere", "error: nowhere has 0 source pictures for"),
     ):
-        assert quick(flag, folder, run_class=train_edits.EditRun, usual=QUICK[:2]) == 2
+        assert quick(flag, folder, main=train_edits.main, usual=QUICK[:2]) == 2
         assert words in capfd.readouterr().err.splitlines()[-1]
     assert not Path("runs").exists()
     settings = train_edits.EditSettings(model=RELEASE, sources="targets")

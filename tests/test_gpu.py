@@ -31,7 +31,6 @@ from conftest import (
     perturb,
     prompts_of,
     records,
-    run_class_of,
     seeded,
     tiny_settings,
 )
@@ -125,10 +124,10 @@ def planned(*flags, before=None):
     """
     settings = tiny_settings(*flags)
     settings = resumed(settings, before) if before else settings
-    released = lambda model_class, settings, base, device: map(gigabytes, SIZES[base])
+    released = lambda settings, base, device: map(gigabytes, SIZES[base])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "sizes", released)
-        found = plan(GlmImage, settings, CUDA)
+        found = plan(settings, CUDA)
     return found.base, found.waiting
 
 
@@ -174,13 +173,13 @@ def test_a_resumed_run_keeps_its_base_whatever_fits(card):
     assert planned() == planned("--base int8", before="bfloat16") == ("bfloat16", None)
     assert planned(before="int8") == ("int8", None)
     settings = resumed(tiny_settings(), "int8")
-    assert cpu.plan(GlmImage, settings, CPU).base == "int8"
+    assert cpu.plan(settings, CPU).base == "int8"
 
 
 def test_the_work_of_a_small_model_takes_little(card):
     card.free = 1e-3
     card.monkeypatch.setattr(gpu, "sizes", lambda *given: [frozen()])
-    assert plan(GlmImage, tiny_settings(), CUDA).waiting is None
+    assert plan(tiny_settings(), CUDA).waiting is None
 
 
 def test_processes_of_a_machine_share_its_memory(card, monkeypatch):
@@ -201,20 +200,27 @@ def test_host_memory_of_a_container_is_what_its_limit_leaves(monkeypatch, tmp_pa
         assert gpu.host_memory(tmp_path) == expected
 
 
-@pytest.mark.parametrize("flags", ["", "--base int8 --train both"])
-def test_what_is_planned_is_what_loads(flags):
-    """From the config files alone: the same tensors, but for the few bytes of a table that stays
-    float32."""
+@pytest.mark.parametrize(
+    "kind, flags",
+    [
+        (GlmImage, ""),
+        (train_decoder.LearningDecoder, "--base int8 --train both"),
+        (train_edits.EditingGlmImage, ""),
+    ],
+)
+def test_what_is_planned_is_what_loads(kind, flags):
+    """From the config files alone: the same tensors, but for adapters that learn, and for the few
+    bytes of a table that stays float32."""
     settings = tiny_settings(flags)
-    kind = run_class_of(flags.split()).Model
     model = kind(train.load(settings.model, CUDA))
     if settings.base == "int8":
         round_weights(model)
     model.prepare_training(settings, CPU)
-    outlined = sizes(kind, settings, settings.base, CUDA)
-    assert all(p.device.type == "meta" for part in outlined for p in part.parameters())
+    outlined = sizes(settings, settings.base, CUDA)
+    frozen = lambda part: [p for p in part.parameters() if not p.requires_grad]
+    assert all(p.device.type == "meta" for part in outlined for p in frozen(part))
     for expected, found in zip(model.parts, outlined):
-        shapes = lambda part: [(p.shape, p.nbytes) for p in part.parameters()]
+        shapes = lambda part: [(p.shape, p.nbytes) for p in frozen(part)]
         assert shapes(found) == shapes(expected)
 
 
@@ -681,7 +687,7 @@ def test_memory_that_runs_out_in_a_capture_is_made_and_the_step_is_captured(
     settings = tiny_settings("--offload no --micro-batch-size 2")
     prompts = encode(pipe, "a ring", "three squares")
     work = lambda *_: same_samples(glm, forward, *prompts, **SHAPING)
-    memory.attempt(work, {}, settings, {}, [], 0)
+    memory.attempt(work, SimpleNamespace(trainers={}), settings, {}, [], 0)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("from here on --micro-batch-size is 1")
     assert back == [torch.cuda.current_stream()]

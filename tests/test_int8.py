@@ -45,7 +45,7 @@ def test_only_layers_and_blocks_are_rounded_and_the_adapter_stays_float32():
     # What the adapter is added to.
     assert any(name.endswith("mlp.down_proj.base_layer") for name in rounded)
     assert all(".layers." in name or "transformer_blocks." in name for name in rounded)
-    for trainer in (run.trainer, run.decoder_trainer):
+    for trainer in (run.trainer, run.trainers["decoder-adapter"]):
         trained = [p for p in trainer.model.parameters() if p.requires_grad]
         assert trained and all(p.dtype == torch.float32 for p in trained)
 

@@ -20,7 +20,7 @@ from conftest import (
     write_reward,
 )
 
-from glm_image.model import GlmImage, encode_prompt
+from glm_image.model import encode_prompt
 from glm_image.weights import sizes
 from grpo import get_per_token_logprobs
 from runtime.folder import load as load_newest
@@ -111,12 +111,12 @@ def run():
 @pytest.mark.parametrize(
     "half, layers, place, lr",
     [
-        ("trainer", 4 * 6, ".language_model.", 3e-3),
-        ("decoder_trainer", 3 * 4, ".attn1.", 1e-3),
+        ("adapter", 4 * 6, ".language_model.", 3e-3),
+        ("decoder-adapter", 3 * 4, ".attn1.", 1e-3),
     ],
 )
 def test_the_adapters_sit_where_they_belong(run, half, layers, place, lr):
-    trainer = getattr(run, half)
+    trainer = run.trainers[half]
     learns = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     adapted = {name.partition(".lora_")[0] for name in learns}
     assert len(adapted) == layers  # layers x projections
@@ -137,7 +137,7 @@ def test_only_adapters_are_trained_and_the_vision_tower_is_left_behind(run):
 
 def test_the_seed_fixes_the_adapters_start(run):
     def start(run):
-        models = torch.nn.ModuleList([run.trainer.model, run.decoder_trainer.model])
+        models = torch.nn.ModuleList([each.model for each in run.trainers.values()])
         return [p.tolist() for p in models.parameters() if p.requires_grad]
 
     seeded = lambda seed: start(build_run(small("--lora-rank 8 --train both --seed", seed)))
@@ -175,7 +175,7 @@ def test_the_adapter_works_in_a_stock_pipeline(pipe, quick):
     assert not list(Path("run/checkpoints").rglob("README.md"))  # PEFT's form, empty
     # For its plan a run on a GPU builds models without data, and this adapter on them.
     with warnings.catch_warnings(action="error", category=UserWarning):
-        policy, *_ = sizes(GlmImage, small("--adapter run"), "bfloat16", torch.device("cuda"))
+        policy, *_ = sizes(small("--adapter run"), "bfloat16", torch.device("cuda"))
     assert all(p.is_meta for p in policy.parameters())
     base = logprobs(pipe, pipe.vision_language_encoder, PROMPT, tokens)
     assert (base - expected).abs().max() > 0.1

@@ -158,7 +158,7 @@ def test_a_resumed_run_takes_only_what_may_change(quick, one_step, capsys):
     assert words in (error := error_of(capsys)) and error.endswith("its adapter: --adapter run")
     assert resume("run", "--out other") == 2
     assert "leave out --out" in error_of(capsys)
-    assert train.main(["--resume", "run"], train_edits.EditRun) == 2
+    assert train_edits.main(["--resume", "run"]) == 2
     words = f"{Path('run/settings.json')} is of a run of train.py, not of examples/train_edits.py"
     assert words in error_of(capsys)
     assert resume("nothing") == 2
@@ -239,16 +239,30 @@ def test_a_resume_warns_where_other_modules_of_the_users_are_others(quick, capsy
     assert "warning: run began with your modules " in capsys.readouterr().out
 
 
+OWN_SCRIPT = """
+import train
+from devices import plan
+from runtime.data import read_inputs
+from runtime.settings import Settings, parse_settings
+from runtime.terminal import exit_code
+
+@exit_code
+def main(arguments):
+    settings = parse_settings(arguments, Settings, __file__)
+    return train.train(settings, plan(settings), read_inputs(settings), script=__file__)
+"""
+
+
 def test_a_run_of_a_users_own_script_is_resumed_by_that_script_alone(quick, capsys, monkeypatch):
-    Path("own_run.py").write_text("import train\n\nclass Own(train.Run):\n    pass\n")
+    Path("own_run.py").write_text(OWN_SCRIPT)
     monkeypatch.syspath_prepend(Path.cwd())
     own, flags = importlib.import_module("own_run"), ["--steps", "0", "--out", "run"]
-    assert train.main([*QUICK, *flags], own.Own) == 0
+    assert own.main([*QUICK, *flags]) == 0
     script = json.loads(Path("run/settings.json").read_text())["script"]
     assert script == str(Path("own_run.py").resolve())
-    assert resume("run", run_class=train.Run) == 2
+    assert resume("run", main=train.main) == 2
     assert f"is of a run of {script}, not of train.py" in error_of(capsys)
-    assert resume("run", run_class=own.Own) == 0
+    assert resume("run", main=own.main) == 0
 
 
 def test_zero_steps_evaluates_only(judged, one_step, capsys):
@@ -606,7 +620,7 @@ def test_ctrl_c_leaves_the_newest_checkpoint(judged, capfd, call, saved):
 def test_ctrl_c_ends_the_loop_of_a_shell():
     """Which goes on after an exit code, also of 130. A terminal tells all processes."""
     press = "import os, signal\nfrom runtime.terminal import exit_code, leave\n"
-    press += "leave(exit_code(lambda: os.killpg(0, signal.SIGINT)))"
+    press += "leave(exit_code(lambda: os.killpg(0, signal.SIGINT))())"
     loop = f"for run in 1 2; do {sys.executable} -c '{press}'; echo ended $?; done"
     options = {"cwd": ROOT, "start_new_session": True, "capture_output": True, "text": True}
     done = subprocess.run(["bash", "-c", loop], check=False, **options)

@@ -2,6 +2,7 @@
 of its prompts."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import check
@@ -16,11 +17,12 @@ from PIL import Image, ImageFilter
 
 import train
 from devices.cpu import Plan
-from glm_image.editing import encode_edit, read_sources
+from glm_image.editing import encode_edit, read_edits, read_sources
 from glm_image.model import encode_prompt
-from inputs.prompts import Prompt
+from inputs.prompts import Prompt, read_prompts
 from rewards import Reward
 from runtime.data import Data
+from runtime.settings import Settings
 
 RED, BLUE, GREEN = ("circle", "red"), ("circle", "blue"), ("square", "green")
 
@@ -257,16 +259,18 @@ def test_edits_sources_and_targets_of_the_tiny_model():
 # ---- the model -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run_class", [train.Run, train_edits.EditRun])
-def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(run_class):
+@pytest.mark.parametrize("edits", [False, True])
+def test_the_base_paints_clean_pictures_and_shows_some_of_what_it_is_asked_for(edits):
     """Of captions and of edits that are held out: there is something to learn from."""
-    settings = train.parse_settings(["--model", str(TINY)], run_class.Settings)
-    held_out = train.read_inputs(settings, run_class.read_prompts).held_out
+    kind, read = (train_edits.EditSettings, read_edits) if edits else (Settings, read_prompts)
+    settings = train.parse_settings(["--model", str(TINY)], kind)
+    held_out = train.read_inputs(settings, read).held_out
     some = held_out[::8]
-    run = run_class.load(settings, Data(some, some, {}, {}), Plan(CPU, "bfloat16"))
+    load_run = partial(train_edits.load_run, Data(some, some, {}, {})) if edits else train.Run.load
+    run = load_run(settings, Plan(CPU, "bfloat16"), {})
     rewards = {name: Reward(name, 1.0, getattr(check, name)) for name in ("correct", "clean")}
     groups = run.trainer.sample(run.glm_image.encode(some, settings), 1, 0)
-    _, scores = train.paint_and_score(run, settings, rewards, some, groups, 0)
+    _, scores = run.paint_and_score(settings, rewards, some, groups, 0)
     assert scores["clean"].mean() > 0.8 and 0 < scores["correct"].mean() < 1
 
 

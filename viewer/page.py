@@ -10,7 +10,6 @@ from string import Template
 from urllib.parse import quote
 
 from runtime.numbers import (
-    LINE,
     counted,
     evaluation_rows,
     evaluation_title,
@@ -122,7 +121,7 @@ def before_after(run):
 def steps_of(run):
     """Of each step its groups, or of some steps where there are many."""
     for numbers in run.metrics[:: -(-len(run.metrics) // STEPS) or 1]:
-        line = escape(format_step(run.settings["steps"], numbers, LINE))
+        line = escape(format_step(run.settings["steps"], numbers))
         opened = " open" if numbers["step"] == 1 else ""
         groups = "".join(
             f"<div><h3>{escape(group['prompt'])}</h3>{pictures(of_group(group))}</div>"
