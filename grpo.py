@@ -385,11 +385,11 @@ class GRPO:
 
         Returns the metrics of compute_grpo_loss, and
             mean_logprob_gap, max_logprob_gap: from the first optimiser step with a group that
-                teaches.
+                teaches; the latter of this process.
             skipped: the share of optimiser steps that were not made, their gradient not being
                 finite.
             grad_norm: the mean over the other optimiser steps, before clipping.
-            groups_without_spread: the share of groups that were left out.
+            groups_without_spread: the share of groups that were left out, of this process.
         """
         self.begin("update", self.model)
         with_spread = [group for group in groups if self.teaches(group)]
@@ -744,7 +744,7 @@ class Offload:
             for tensor in tensors:
                 if tensor.requires_grad:
                     tensor.data = tensor.data.to(device)
-                elif pin:
+                elif pin and torch.cuda.is_available():
                     tensor.data = tensor.data.pin_memory()
             self.homes[model] = [(each, each.data) for each in tensors if not each.requires_grad]
 

@@ -204,7 +204,7 @@ def parse_rewards(spec):
     rewards = {}
     for item in spec.split(","):
         if item.strip() not in ("", "none"):
-            number = r"-?\d*\.?\d+(?:e-?\d+)?"
+            number = r"-?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?"
             source, weight = re.fullmatch(rf"\s*(.+?)(?::({number}))?\s*", item).groups()
             name, reward = source.partition("=")[0], Reward(source, float(weight or 1))
             if reward.own:

@@ -105,11 +105,11 @@ class Run:
         return images, score(rewards, images, prompts)
 
     @classmethod
-    def load(cls, settings, plan=None, adapters=None, kind=GlmImage, pipe=None):
+    def load(cls, settings, plan=None, adapters=None, kind=GlmImage, pipe=None, lr=None):
         """The models where the plan wants them, and the trainer.
 
         plan: None: on the CPU. adapters: as for prepare_training. kind: of the models. pipe: the
-        stock pipeline, if it is loaded already.
+        stock pipeline, if it is loaded already. lr: of the policy, None: that of the settings.
         """
         plan = plan or cpu.plan(settings, torch.device("cpu"))
         device, backend = plan.device, devices.backend(plan.device.type)
@@ -124,7 +124,7 @@ class Run:
         glm_image.prepare_training(settings, device, adapters)
         trainer = backend.Trainer(
             glm_image.language_model,
-            adamw(glm_image.language_model, settings.lr),
+            adamw(glm_image.language_model, lr or settings.lr),
             settings,
             allowed_ids=glm_image.codes(),
             token_forward=backend.token_forward(glm_image, settings, plan.base),
@@ -173,6 +173,7 @@ def train(settings, plan, data, *, script, load_run=Run.load, make_step=grpo_ste
     with folder.begun(settings, plan.base, script, data) as begun:
         out, settings = begun
         load_rewards(settings, data)
+        folder.compare_modules(out, settings, data)
         with tracked(settings, out) as tracker:
             run = load_run(settings, plan, adapters_in(out / "start"))
             done = folder.load(out, run.trainers)  # steps

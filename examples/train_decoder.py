@@ -28,7 +28,7 @@ from rewards import combine, score, weights_of
 from runtime import ranks
 from runtime.data import read_inputs
 from runtime.settings import Settings, parse_settings
-from runtime.terminal import exit_code, leave
+from runtime.terminal import exit_code, leave, option
 
 # ---- one step: train.py's, for two that learn, one nested in the other ---------------------------
 
@@ -92,15 +92,17 @@ class DecoderSettings(Settings):
     train: Literal["decoder", "both"] = "decoder"
     # with both: how often each code sequence is painted
     paintings: int = 4
-    # AdamW's learning rate for its adapter
-    decoder_lr: float = 1e-4
+    # AdamW's learning rate for the decoder's adapter
+    lr: float = 1e-4
+    # with both: AdamW's learning rate for the policy's adapter
+    policy_lr: float = Settings.lr
     # share of a denoising step's noise that is drawn again
     noise_level: float = 0.7
 
     tiny: ClassVar[dict] = Settings.tiny | {
         "steps": 20,
-        "lr": 5e-4,
-        "decoder_lr": 1e-3,
+        "lr": 1e-3,
+        "policy_lr": 5e-4,
         "warmup_steps": 0,
         "eval_every": 10,
         "reward": "facts:1,near:0.1",
@@ -110,6 +112,14 @@ class DecoderSettings(Settings):
         super().__post_init__()
         if self.decode_steps == 1:
             raise UserError("--decode-steps has to be 2 or more: the last step is not drawn")
+        of_both = {"paintings", "policy_lr"} & {*self.not_default()}
+        if self.train == "decoder" and of_both:
+            raise UserError(f"{option(min(of_both))} needs --train both: the decoder learns alone")
+
+    @property
+    def learned(self):
+        both = self.train == "both"
+        return ("adapter", "decoder-adapter") if both else ("decoder-adapter",)
 
     @property
     def sequences(self):
@@ -127,10 +137,10 @@ class DecoderSettings(Settings):
 
 def load_run(settings, plan=None, adapters=None, pipe=None):
     """As in train.py, with a trainer of the decoder; the policy samples, and with both learns."""
-    run = train.Run.load(settings, plan, adapters, LearningDecoder, pipe)
+    run = train.Run.load(settings, plan, adapters, LearningDecoder, pipe, settings.policy_lr)
     decoder_trainer = DecoderGRPO(
         run.glm_image,
-        train.adamw(run.glm_image.decoder, settings.decoder_lr),
+        train.adamw(run.glm_image.decoder, settings.lr),
         settings,
         settings.noise_level,
         settings.guidance_scale,

@@ -5,6 +5,7 @@ none.
 """
 
 import sys
+import sysconfig
 from contextlib import chdir, contextmanager
 from importlib import import_module, invalidate_caches
 from importlib.util import find_spec
@@ -14,6 +15,9 @@ from textwrap import shorten
 from huggingface_hub import snapshot_download
 
 ROOT = Path(__file__).resolve().parent.parent  # the project's folder
+# The project's files that make a run's numbers.
+CODE = ["grpo.py", "rewards.py", "train.py", "examples/train_*.py", "tiny-glm-image/*.py"]
+CODE += ["glm_image/*.py", "devices/*.py", "reward_models/*.py", "runtime/*.py", "inputs/*.py"]
 
 
 class UserError(Exception):
@@ -41,10 +45,18 @@ def find_path(name):
     return str(own) if first and own.exists() else name
 
 
+def as_own(name):
+    """A name, as Own where the file that it names now is the project's."""
+    file = name.rpartition(":")[0] if ".py:" in name else name
+    found = Path(find_path(file))
+    of_project = found.exists() and found.resolve() == (ROOT / file).resolve()
+    return Own(name) if of_project and not Path(file).is_absolute() else name
+
+
 def script_name(file):
-    """A script as its runs record it: one of the project's by its place there."""
+    """A script as its runs record it: by its place in the project, or by its name."""
     file = Path(file).resolve()
-    return file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else str(file)
+    return file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name
 
 
 def download(name, *patterns):
@@ -59,43 +71,61 @@ def download(name, *patterns):
 
 # ---- my_file.py:function -------------------------------------------------------------------------
 
-MODULES = {}  # {name: file} of the user's that this run has loaded, and of what they import
-FOLDERS = set()  # that this run has added to sys.path
+FOLDERS = {}  # {folder of a file that this run has named: whether sys.path had it before}
+
+
+def modules(folders=FOLDERS):
+    """{name: file} of the loaded modules that are the user's, whoever has imported them.
+
+    Their files lie in these folders, and are neither Python's nor the project's.
+    """
+    places = {Path(folder) for folder in folders}
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    others = [*CODE, "test_grpo.py", "benchmarks/*.py", "tests/*.py", "viewer/*.py"]
+    of_project = {file for each in others for file in ROOT.glob(each)}
+    found = {}
+    for name, module in sys.modules.copy().items():
+        file = Path(getattr(module, "__file__", None) or "")
+        if name == "__main__" or not file.is_absolute():
+            continue
+        file = file.resolve()
+        installed = {"site-packages", "dist-packages"} & {*file.parts}
+        elsewhere = installed or file.is_relative_to(library) or file in of_project
+        if places & {*file.parents} and not elsewhere:
+            found[name] = file
+    return found
 
 
 def find_file(name):
     """The file of my_file.py:function."""
     path = Path(find_path(type(name)(name.rpartition(":")[0])))
     if not path.is_file():
-        raise UserError(f"the file {path} does not exist")
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise UserError(f"the file {path} does not exist{where}")
     return path.resolve()
 
 
 def load_from_file(name):
     """The function in my_file.py:function: of an ordinary module, which runs once in a run.
 
-    It can import what is beside it. The processes of a pool import it by its name, so Python has to
+    It can import what is beside it, as it is now: in a notebook a cell may have imported these
+    files before they were edited. The processes of a pool import it by its name, so Python has to
     find this file by that name.
     """
     file, function = find_file(name), name.rpartition(":")[2]
     module, folder = file.stem, str(file.parent)
-    if folder not in sys.path:
-        FOLDERS.add(folder)
+    if folder not in FOLDERS:
+        for old in modules([folder]):
+            del sys.modules[old]
+        FOLDERS[folder] = folder in sys.path
         sys.path.append(folder)
     invalidate_caches()  # the file may be new
     spec = None if "." in module else find_spec(module)
     if spec is None or Path(spec.origin or "").resolve() != file:
         way = f": {spec.origin} is in the way" if spec else ""
         raise UserError(f"Python cannot find {file} as module {module!r}{way}; rename the file")
-    if module not in MODULES:
-        sys.modules.pop(module, None)
-    before = {*sys.modules}
     with chdir("."):  # whatever folder the file changes to
         found = import_module(module)
-    for new in {module, *sys.modules} - before:
-        place = Path(getattr(sys.modules[new], "__file__", None) or "/").resolve()
-        if place.is_relative_to(folder) and "site-packages" not in place.parts:
-            MODULES[new] = place
     if not hasattr(found, function):
         raise UserError(f"{file} has no {function!r}")
     return getattr(found, function)
@@ -103,8 +133,8 @@ def load_from_file(name):
 
 def forget_modules():
     """A notebook's next run loads its files again, and may have others of the same names."""
-    for module in MODULES:
-        sys.modules.pop(module, None)
-    sys.path[:] = [folder for folder in sys.path if folder not in FOLDERS]
-    MODULES.clear()
+    for module in modules():
+        del sys.modules[module]
+    added = {folder for folder, was_there in FOLDERS.items() if not was_there}
+    sys.path[:] = [folder for folder in sys.path if folder not in added]
     FOLDERS.clear()

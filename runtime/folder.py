@@ -42,21 +42,19 @@ from glm_image.adapters import (
     load_adapter,
     save_adapter,
 )
-from inputs import MODULES, ROOT, UserError, find_file, find_path, readable, script_name
+from inputs import CODE, ROOT, UserError, find_file, find_path, modules, readable, script_name
 from runtime import ranks
 from runtime.terminal import say
 
 # A resumed run may change these; the commit is for people, and of versions each counts.
 MAY_CHANGE = {"steps", "eval_every", "save_every", "commit", "versions", "not_default"}
-MAY_CHANGE |= {"device", "offload", "micro_batch_size", "tracker"}
+MAY_CHANGE |= {"device", "offload", "micro_batch_size", "tracker", "of_project", "your modules"}
 # What settings.json has beside the settings.
-OF_RUN = "script", "processes", "versions", "not_default"
+OF_RUN = "script", "processes", "versions", "not_default", "of_project"
 LOCK = ".lock"
-# The project's files that make a run's numbers.
-CODE = ["grpo.py", "rewards.py", "train.py", "examples/train_*.py", "tiny-glm-image/*.py"]
-CODE += ["glm_image/*.py", "devices/*.py", "reward_models/*.py", "runtime/*.py", "inputs/*.py"]
 STEP = "[0-9]" * 6  # a checkpoint's folder
 WHOLE = "whole"  # its last file, which is empty
+RECORDS = "metrics", "groups", "evaluation"  # .jsonl files
 
 
 # ---- how a run begins ----------------------------------------------------------------------------
@@ -77,10 +75,11 @@ def begun(settings, base, script, data):
     with lock:
         name = ranks.gather(name)[0]
         adapter = settings.adapter and str(newest(settings.adapter))
+        chosen = settings.not_default()  # what "auto" becomes is no choice
         settings = replace(settings, out=name, base=base, adapter=adapter)
         out = Path(name).absolute()
         if ranks.rank() == 0:
-            begin(out, settings, script, data)
+            begin(out, settings, chosen, script, data)
         ranks.gather(None)  # start/ is there
         yield out, settings
 
@@ -88,7 +87,9 @@ def begun(settings, base, script, data):
 def claim(settings):
     """The folder's name, and a lock, which ends with the process."""
     if settings.adapter and not settings.resume:
-        find_adapters(newest(settings.adapter))  # a mistake leaves no folder
+        found = find_adapters(newest(settings.adapter))  # a mistake leaves no folder
+        if "lora_rank" in settings.not_default() and found.keys() >= {*settings.learned}:
+            raise UserError(f"--lora-rank is for a new adapter: {settings.adapter} has its own")
     name = settings.resume or settings.out
     with readable(f"use the folder {name or 'runs'}"):
         out = Path(name := name or new_number()).absolute()
@@ -136,11 +137,15 @@ def is_running(out):
         return False
 
 
-def begin(out, settings, script, data):
+def begin(out, settings, chosen, script, data):
     """Writes settings.json and start/, or compares them in a resumed run."""
-    values = values_of(settings, script, data)
+    values = values_of(settings, chosen, script)
     if settings.resume:
-        values["versions"] = refuse_changes(settings.out, values, data)
+        began = json.loads((out / "settings.json").read_text("utf-8"))
+        refuse_changes(settings.out, began, values, data)
+        values["versions"] = began.get("versions", {})
+        if "base" not in began.get("not_default", ()):
+            values["not_default"] = [name for name in values["not_default"] if name != "base"]
     else:
         keep(out, settings, data)
     write_whole(out / "settings.json", json.dumps(values, indent=2))
@@ -150,8 +155,8 @@ def keep(out, settings, data):
     """Copies what a resume reads, or compares with. What a failed run has left goes."""
     for name in ("start", "evaluation"):
         shutil.rmtree(out / name, ignore_errors=True)
-    for records in out.glob("*.jsonl"):
-        records.write_text("", "utf-8")
+    for name in RECORDS:
+        (out / f"{name}.jsonl").write_text("", "utf-8")
     (start := out / "start").mkdir()
     for name in ("prompts", "eval_prompts"):
         file = find_path(getattr(settings, name))
@@ -162,14 +167,12 @@ def keep(out, settings, data):
         copy_adapters(find_adapters(settings.adapter), start)
 
 
-def refuse_changes(run, now, data):
+def refuse_changes(run, began, now, data):
     """UserError for what is not as it was when a run began; other versions are a warning.
 
-    run: its folder. now: what settings.json would have. Returns the versions that it began with.
+    run: its folder. began: what settings.json has. now: what it would have.
     """
-    began = json.loads(Path(run, "settings.json").read_text("utf-8"))
-    first = began.get("versions", {})
-    old, new = began | first, now | now["versions"]
+    old, new = began | began.get("versions", {}), now | now["versions"]
     names = [x for x in old | new if old.get(x) != new.get(x) and x not in MAY_CHANGE]
     words = [f"{name} {old.get(name)} (now {new.get(name)})" for name in names]
     for name, file in reward_files(data).items():
@@ -183,7 +186,23 @@ def refuse_changes(run, now, data):
         raise UserError(f"{line}: {ways} {run}")
     if names:
         say(f"warning: {line}: numbers may differ")
-    return first
+
+
+def compare_modules(out, settings, data):
+    """Notes the user's modules, or warns where a resumed run has others.
+
+    They are what reward files import, and files whose functions draw pictures. The rewards have
+    been tried: what they import late is loaded, too.
+    """
+    own = {*modules().values()} - {*reward_files(data).values()}
+    if ranks.rank() > 0 or not own:
+        return
+    values = json.loads((out / "settings.json").read_text("utf-8"))
+    began = values["versions"].setdefault("your modules", now := hash_of(sorted(own)))
+    if began != now:
+        line = f"{settings.out} began with your modules {began} (now {now})"
+        say(f"warning: {line}: numbers may differ")
+    write_whole(out / "settings.json", json.dumps(values, indent=2))
 
 
 def reward_files(data):
@@ -191,25 +210,24 @@ def reward_files(data):
     return {Path(each.own).name: find_file(each.source) for each in data.own()}
 
 
-def values_of(settings, script, data):
-    """What settings.json has."""
-    own = reward_files(data).values()
+def values_of(settings, chosen, script):
+    """What settings.json has. chosen: the names of settings that are not the defaults."""
     values = {name: x for name, x in vars(settings).items() if name not in ("out", "resume")}
-    chosen = [name for name in settings.not_default() if name in values]
-    return values | dict(zip(OF_RUN, (script_name(script), ranks.count(), versions(own), chosen)))
+    not_default, of_project = (
+        [name for name in names if name in values] for names in (chosen, settings.of_project())
+    )
+    of_run = script_name(script), ranks.count(), versions(), not_default, of_project
+    return values | dict(zip(OF_RUN, of_run, strict=True))
 
 
-def versions(own=()):
+def versions():
     """{name: version} of what makes a run's numbers.
 
-    Of the project a hash of its code, and for people the commit, where git knows it. A hash, too,
-    of what the user's reward files, `own`, import, and of functions that draw pictures.
+    Of the project a hash of its code, and for people the commit, where git knows it. The user's
+    modules join later: see compare_modules.
     """
     found = {name: version(name) for name in ("torch", "transformers", "diffusers", "peft")}
-    code = [file for each in CODE for file in sorted(ROOT.glob(each))]
-    found["code"] = hash_of(code)
-    beside = {*MODULES.values()} - {*code, *own}
-    found["your modules"] = hash_of(sorted(beside))
+    found["code"] = hash_of(file for each in CODE for file in sorted(ROOT.glob(each)))
     if (ROOT / ".git").exists():  # or git would describe another project around this folder
         describe = "git", "-C", str(ROOT), "describe", "--always", "--dirty"
         with suppress(OSError):
@@ -291,10 +309,12 @@ def steps_saved(out):
 def load(out, trainers):
     """Adapters and optimisers from the newest checkpoint, if any. Returns its step, or 0."""
     for saved in checkpoints(out)[-1:]:
-        for name, trainer in trainers.items():
-            load_adapter(trainer.model, saved / name / WEIGHTS)
-            state = torch.load(saved / f"{name}-optimizer.pt", "cpu", weights_only=True)
-            trainer.optimizer.load_state_dict(state)
+        hint = "; copy it again, or begin a run from an older checkpoint with --adapter"
+        with readable(f"read {saved}", hint):
+            for name, trainer in trainers.items():
+                load_adapter(trainer.model, saved / name / WEIGHTS)
+                state = torch.load(saved / f"{name}-optimizer.pt", "cpu", weights_only=True)
+                trainer.optimizer.load_state_dict(state)
     return steps_saved(out)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from html import escape
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
@@ -61,7 +62,8 @@ def write_cards(run, adapters):
 def card(name, run, adapters):
     """The text of README.md."""
     settings, evaluations = run.settings, run.records["evaluation"]
-    table = evaluation_table(evaluations) if evaluations else ""
+    # A type of prompts may have anything in it.
+    table = escape(evaluation_table(evaluations), quote=False) if evaluations else ""
     part, library, load = ADAPTERS[name]
     is_folder = Path(find_path(settings.model)).exists()
     head = ModelCardData(

@@ -123,7 +123,7 @@ def sides(evaluations):
 
 def evaluation_table(evaluations):
     """A title and lines of Markdown: see evaluation_rows."""
-    rows = evaluation_rows(evaluations)
+    rows = [[cell.replace("|", r"\|") for cell in row] for row in evaluation_rows(evaluations)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows.insert(1, ["-" * width for width in widths])
     lines = [f"| {' | '.join(map(str.ljust, cells, widths))} |" for cells in rows]

@@ -19,7 +19,6 @@ from runtime.numbers import (
 )
 from runtime.terminal import say
 
-RECORDS = "metrics", "groups", "evaluation"  # .jsonl files
 SIDE = 256  # pixels of a side of a training picture at most, since a run saves thousands of them
 
 
@@ -42,7 +41,7 @@ class Record:
         prompts = settings.prompts_per_step * ranks.count()
         self.epochs_per_step = prompts / len(data.prompts)
         self.records = {}
-        for name in RECORDS:
+        for name in folder.RECORDS:
             file = self.out / f"{name}.jsonl"
             self.records[name] = [each for each in read_jsonl(file) if each["step"] <= done]
             if self.writes:

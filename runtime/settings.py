@@ -16,7 +16,7 @@ import torch
 
 from glm_image.model import RELEASE, TINY, is_tiny
 from grpo import GRPOSettings
-from inputs import ROOT, Own, UserError, readable, script_name
+from inputs import ROOT, Own, UserError, as_own, readable, script_name
 from rewards import REWARDS
 from runtime.folder import OF_RUN
 from runtime.terminal import option, say
@@ -174,13 +174,25 @@ class Settings(GRPOSettings):
         if self.height % 32 or self.width % 32:
             size = f"{self.height} and {self.width}"
             raise UserError(f"--height and --width must be multiples of 32, got {size}")
+        if self.guidance_steps and self.guidance_scale <= 1:
+            raise UserError("--guidance-steps needs a --guidance-scale above 1")
+
+    @property
+    def learned(self):
+        """The names of the adapters that learn."""
+        return ("adapter",)
 
     def not_default(self):
         """The names of settings that are not the defaults of the model."""
-        tiny = self.tiny if is_tiny(self.model) else {}
-        usual = lambda each: tiny.get(each.name, each.default)
-        # What "auto" has become is no choice.
-        return [x.name for x in fields(self) if usual(x) not in (getattr(self, x.name), "auto")]
+        usual = {each.name: each.default for each in fields(self)}
+        usual |= self.tiny if is_tiny(self.model) else {}
+        # A file of the same name in the working folder is a choice.
+        told = lambda x: (x, isinstance(x, Own))
+        return [name for name, x in usual.items() if told(x) != told(getattr(self, name))]
+
+    def of_project(self):
+        """The names of settings whose files are the project's, whatever the working folder has."""
+        return [name for name, x in vars(self).items() if isinstance(x, Own)]
 
     def for_evaluation(self):
         """As the model is used after training."""
@@ -284,6 +296,10 @@ def argument_of(hint):
     return {"type": os.path.expanduser if hint is str else hint, "metavar": hint.__name__.upper()}
 
 
+# Settings that name files, which may be the project's.
+FILES = {"model", "prompts", "targets", "sources", "eval_prompts", "eval_targets", "eval_sources"}
+
+
 def parse_settings(arguments=None, kind=Settings, script=ROOT / "train.py"):
     """The Settings of a command line.
 
@@ -297,10 +313,12 @@ def parse_settings(arguments=None, kind=Settings, script=ROOT / "train.py"):
             raise UserError("--resume names the folder and its settings: leave out --out, --config")
         given["config"] = str(Path(given["resume"], "settings.json"))
     if config := given.pop("config", None):
-        given = read_settings(config, parser, script_name(script)) | given
+        own = script_name(script)
+        given = read_settings(config, parser, own, resumed="resume" in given) | given
     for prefix in ("", "eval_"):
         if f"{prefix}prompts" in given:  # the default targets are not theirs
             given = {f"{prefix}targets": None} | given
+    given |= {name: as_own(given[name]) for name in FILES & given.keys() if given[name]}
     model = given.get("model") or (RELEASE if torch.cuda.is_available() else TINY)
     tiny = is_tiny(model)
     settings = kind(**(kind.tiny if tiny else {}) | given | {"model": model})
@@ -312,10 +330,10 @@ def parse_settings(arguments=None, kind=Settings, script=ROOT / "train.py"):
     return settings
 
 
-def read_settings(file, parser, own):
+def read_settings(file, parser, own, resumed):
     """The settings in a JSON file, such as a run's settings.json, as if they were flags.
 
-    own: the script that reads them.
+    own: the script that reads them. resumed: whether for that run itself, not for a run like it.
     """
     hint = '; --resume is the folder of a run, --config a file such as {"steps": 50, "lr": 1e-4}'
     with readable(f"read {file}", hint):
@@ -323,5 +341,9 @@ def read_settings(file, parser, own):
     if (script := values.get("script", own)) != own:
         raise UserError(f"{file} is of a run of {script}, not of {own}: give it to that")
     given = {name: x for name, x in values.items() if x is not None and name not in OF_RUN}
+    if not resumed and "base" not in values.get("not_default", values):
+        given.pop("base", None)  # what "auto" has become on that card
     with readable(f"use {file}"):
-        return vars(parser.parse_args([f"{option(name)}={x}" for name, x in given.items()]))
+        found = vars(parser.parse_args([f"{option(name)}={x}" for name, x in given.items()]))
+    of_project = found.keys() & {*values.get("of_project", ())}
+    return found | {name: Own(found[name]) for name in of_project}

@@ -51,14 +51,14 @@ from grpo import compute_advantages
 from inputs import UserError
 from inputs.prompts import read_prompts
 from rewards import REWARDS, Reward, parse_rewards
-from runtime import evaluation, model_card, ranks, settings, terminal
+from runtime import evaluation, folder, model_card, ranks, settings, terminal
 from runtime.clock import Clock
 from runtime.numbers import format_step, reward_metrics
-from runtime.record import RECORDS
 
 NAN = math.nan
 SHORT = "--height 32 --width 32 --decode-steps 1 --temperature 9 --top-p 1"
 BOTH = "--train both --paintings 2 --decode-steps 2"
+MOVED = "tiny-glm-image/world.py:edit_targets"
 
 
 # ---- what a run leaves ---------------------------------------------------------------------------
@@ -82,7 +82,9 @@ def test_a_run_leaves_every_promised_file(one_step):
     saved = json.loads((one_step / "settings.json").read_text())
     assert (saved["group_size"], saved["lr"], saved["top_p"]) == (2, 2e-3, 1)
     again = train.parse_settings(["--config", str(one_step / "settings.json")])
-    assert vars(again).items() - {"out": None, "resume": None}.items() <= saved.items()
+    assert again.base == "auto"  # another card may choose another
+    rest = vars(again).items() - {"out": None, "resume": None, "base": "auto"}.items()
+    assert rest <= saved.items()
 
 
 def test_an_error_of_several_lines_is_one_line():
@@ -112,7 +114,7 @@ def test_an_adapter_has_a_card_as_the_hub_reads_it(one_step):
     assert json.loads(text) == json.loads((one_step / "settings.json").read_text())
     config = json.loads((one_step / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == json.loads(text)["model"] == "tiny-glm-image"
-    found = {name: records(one_step / f"{name}.jsonl") for name in RECORDS}
+    found = {name: records(one_step / f"{name}.jsonl") for name in folder.RECORDS}
 
     def card_of(model):
         values = SimpleNamespace(**json.loads(text) | {"model": model, "base": "int8"})
@@ -233,6 +235,61 @@ def test_default_prompts_are_the_projects_own(tmp_path, monkeypatch):
     assert mine.text == "a prompt of mine"
 
 
+def test_what_was_read_from_the_project_is_read_from_it_again(quick, tmp_path, monkeypatch):
+    """Prompts, model and targets, by --config and --resume, whatever another folder has."""
+    script = {"kind": train_edits.EditSettings, "script": train_edits.__file__}
+    flags = "--model tiny-glm-image --steps 0 --eval-count 1 --height 32 --width 32"
+    monkeypatch.chdir(ROOT)  # there the names are those of files in the working folder
+    out = tmp_path / "run"
+    assert train_edits.main([*flags.split(), "--targets", MOVED, "--out", str(out)]) == 0
+    saved = json.loads((out / "settings.json").read_text())
+    places = "model prompts targets sources eval_prompts eval_targets eval_sources"
+    assert {*saved["of_project"]} == {*places.split()}
+    assert "prompts" not in saved["not_default"] and "lr" not in saved["not_default"]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(TINY, "tiny-glm-image", ignore=shutil.ignore_patterns("*.safetensors"))
+    Path("tiny-glm-image/world.py").write_text("raise KeyError('it ran')\n")
+    Path("tiny-glm-image/edits.txt").write_text("MINE\n")
+    again = train.parse_settings(["--config", str(out / "settings.json")], **script)
+    assert "MINE" not in {prompt.text for prompt in train_edits.read_edits(again)}
+    assert train_edits.main(["--resume", str(out)]) == 0
+    # A file of the same name is a choice, and stays the user's.
+    mine = "tiny-glm-image/edits.txt"
+    chosen = train.parse_settings(["--model", "tiny-glm-image", "--prompts", mine], **script)
+    assert {"model", "prompts"} <= {*chosen.not_default()} and chosen.of_project() != []
+    assert chosen.of_project().count("prompts") == 0
+
+
+def test_a_setting_that_nothing_reads_is_refused(one_step, monkeypatch):
+    decoder = {"kind": train_decoder.DecoderSettings, "script": train_decoder.__file__}
+    parsed = lambda flags, **script: train.parse_settings(flags.split(), **script)
+    tiny, given = "--model tiny-glm-image ", "needs --train both"
+    assert f"--paintings {given}" in error_from(lambda: parsed(tiny + "--paintings 3", **decoder))
+    assert f"--policy-lr {given}" in error_from(lambda: parsed(tiny + "--policy-lr 1", **decoder))
+    both = parsed(tiny + "--train both --paintings 3 --policy-lr 0.5 --lr 0.25", **decoder)
+    trainers = train_decoder.load_run(both).trainers.values()
+    assert [each.optimizer.param_groups[0]["lr"] for each in trainers] == [0.5, 0.25]
+    words = "--guidance-steps needs a --guidance-scale above 1"
+    assert error_from(lambda: parsed(tiny + "--guidance-steps 3")) == words
+    own = parsed(tiny + f"--adapter {one_step} --lora-rank 3")
+    words = f"--lora-rank is for a new adapter: {one_step} has its own"
+    assert error_from(folder.claim, own) == words
+    # The decoder's is new beside a policy that has learned.
+    alone = parsed(tiny + f"--adapter {one_step} --lora-rank 3 --out other", **decoder)
+    assert folder.claim(alone)[0] == "other"
+
+
+def test_a_run_empties_no_file_that_it_did_not_write(quick):
+    """In the folder of a run that failed before its first step, which the next run takes."""
+    assert quick("--eval-reward clip=nowhere --out run") == 2
+    Path("run/train.jsonl").write_text(rows := '{"prompt": "a ring"}\n{"prompt": "a cross"}\n')
+    flags = "--prompts run/train.jsonl --reward clean --targets none --steps 0 --out run"
+    assert quick(flags) == 0
+    assert (
+        Path("run/train.jsonl").read_text() == Path("run/start/prompts.jsonl").read_text() == rows
+    )
+
+
 def test_defaults_depend_on_the_model():
     tiny = tiny_settings()
     other = train.parse_settings(["--model", settings.RELEASE, "--height", "1280"])
@@ -270,7 +327,7 @@ def test_a_run_begins_with_the_settings_of_another(quick, tmp_path, capsys):
     parsed = lambda *flags: vars(train.parse_settings(flags, *kind))
     again = parsed("--config", "run/settings.json", "--lr", "0.25")
     differ = {name for name in of_run if name in again and again[name] != of_run[name]}
-    assert differ == {"lr"} and again["lr"] == 0.25
+    assert differ == {"lr", "base"} and (again["lr"], again["base"]) == (0.25, "auto")
     own = {"paintings": 3, "combine": "sum", "reward": "mse,ssim", "lr": 1e-3}
     Path("own.json").write_text(json.dumps({**own, "eval_reward": "", "targets": None}))
     found = parsed("--config", "own.json", "--train", "both", "--reward", "ssim,mse")
@@ -325,7 +382,7 @@ FILES = {
         ("--reward clip=few --eval-reward clip=new", "have two rewards named 'clip'"),
         ("--reward none --steps 0", "--reward names nothing to train on"),
         ("--reward facts:0", "--reward names nothing to train on"),
-        ("--reward none.py:f", "the file none.py does not exist"),
+        ("--reward none.py:f", f"the file none.py does not exist in {os.sep}"),
         ("--reward good.py:jugde", "good.py has no 'jugde'"),
         ("--reward clip=few", "cannot load the reward clip ("),
         ("--device cuda", "--device cuda: torch finds no GPU that it can use"),

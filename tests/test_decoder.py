@@ -261,7 +261,7 @@ def test_a_path_ends_in_its_own_picture():
 
 
 def test_one_code_sequence_a_prompt_when_only_the_decoder_learns():
-    run, settings = build("--decoder-lr 0.002")
+    run, settings = build("--lr 0.002")
     assert run.trainers["decoder-adapter"].optimizer.param_groups[0]["lr"] == 0.002
     before = [p.detach().clone() for p in adapter(run.trainer.model)]
     rolled, metrics = train_decoder.decoder_step(run, settings, REWARDS, two_prompts(), 5)
@@ -288,7 +288,7 @@ def both_halves(tmp_path_factory):
     with short_runs(folder) as quick, pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "evaluate", lambda *given: None)
         for run, steps in (("run", 2), ("one", 1)):
-            rates = f"--decoder-lr 0.05 --lr 0.05 --steps {steps} --out {run}"
+            rates = f"--lr 0.05 --policy-lr 0.05 --steps {steps} --out {run}"
             assert quick(arguments, rates) == 0
     return folder / "run"
 

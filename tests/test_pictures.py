@@ -105,7 +105,7 @@ def test_one_noise_for_a_group_and_any_batch_size(pipe):
 
 @pytest.fixture(scope="module")
 def run():
-    return build_run(small("--lora-rank 8 --seed 3 --train both --lr 3e-3 --decoder-lr 1e-3"))
+    return build_run(small("--lora-rank 8 --seed 3 --train both --policy-lr 3e-3 --lr 1e-3"))
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,13 @@ def test_the_table_by_hand():
     assert [row.split()[1] for row in rows] == ["reward", "f.py:facts", "g.py:right"]
 
 
+def test_a_type_may_have_a_bar_in_its_name():
+    values = np.array([[0.0, 1.0]] * 4)
+    own = {"step": 0, "judge": "f", "adapter": None}
+    own |= evaluation_metrics(rewards_of(f=values), ["a|b", "a|b", "y", "y"])
+    assert r"| - a\|b" in evaluation_table([own])
+
+
 def test_every_held_out_row_counts_and_a_few_are_from_all_over_a_sorted_file():
     """A file of 90 spatial prompts, then 10 others, of one type. Equal prompts are rows too."""
     assert len(choose([Prompt("a ring")] * 5, 5)) == 5

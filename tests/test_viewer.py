@@ -145,6 +145,7 @@ class Page(HTMLParser):
     [
         ("evaluation.jsonl", "", "there is no evaluation in"),  # it begins empty
         ("settings.json", '{"steps": 2}', "is a run of another version of this project: it has no"),
+        ("settings.json", '{"steps"', "): copy the run again"),  # a copy that was cut short
     ],
 )
 def test_a_run_that_cannot_be_shown_is_one_line(made, monkeypatch, capsys, file, text, words):

@@ -14,7 +14,7 @@ from PIL import Image
 
 from runtime import folder
 from runtime.numbers import format_number, sides
-from runtime.record import RECORDS, read_jsonl
+from runtime.record import read_jsonl
 from viewer.page import draw_page
 from viewer.sheets import draw_grid
 
@@ -58,7 +58,7 @@ def read(out):
     """What a run has written into its folder."""
     out = Path(out)
     settings = json.loads((out / "settings.json").read_text("utf-8"))
-    metrics, groups, evaluations = (read_jsonl(out / f"{name}.jsonl") for name in RECORDS)
+    metrics, groups, evaluations = (read_jsonl(out / f"{name}.jsonl") for name in folder.RECORDS)
     settings["steps"] = max(settings["steps"], len(metrics))  # it may be resumed with fewer
     of_steps = {each["step"]: [] for each in metrics}
     for group in groups:

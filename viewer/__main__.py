@@ -15,6 +15,8 @@ try:
     show(out)
 except PermissionError as error:  # of somebody else's run
     parser.error(f"{error}: copy the run, and draw the copy")
+except (OSError, ValueError) as error:  # a copy that was cut short
+    parser.error(f"cannot read {out} ({error}): copy the run again")
 except KeyError as error:
     parser.error(f"{out} is a run of another version of this project: it has no {error}")
 print(f"look at {out / 'index.html'}")
