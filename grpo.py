@@ -16,13 +16,14 @@ alike, so over many groups its pushes cancel; what is left moves the tokens that
 
 mean(R) is the baseline, the reward to expect for this prompt. Without it, rewards of 9 and 10 would
 push both samples up, and which pictures happened to be sampled would matter more than which are
-better. It does not change the goal. Over the policy's own samples the mean of grad log pi is
+better: the gradient, an estimate from a few samples, would have a high variance. The baseline does
+not change the goal. Over the policy's own samples the mean of grad log pi is
     sum(pi * grad log pi) = grad sum(pi) = grad 1 = 0,
-so a constant times grad log pi adds nothing to the mean gradient. (mean(R) includes the R of the
-sample itself, which scales the gradient by (G - 1) / G.)
+so a constant times grad log pi adds nothing to the mean gradient. It changes only the gradient's
+variance. (mean(R) includes the R of the sample itself, which scales the gradient by (G - 1) / G.)
 
-Dividing by std(R) gives all prompts advantages of one size, also a prompt whose rewards differ
-little. Unlike the baseline it changes the goal: a prompt's mean reward now weighs 1 / std(R). And
+Dividing by std(R) gives every prompt advantages of the same scale, even if its rewards barely
+differ. Unlike the baseline it changes the goal: a prompt's mean reward now weighs 1 / std(R). And
 where the pictures are equally good and the reward is noisy, the noise gets as large a push as a
 real difference elsewhere. A group of equal rewards has A = 0, and is left out. The mean of A is 0,
 so at ratio 1 the loss below is 0. Its gradient is not: watch the reward, not the loss.
@@ -44,9 +45,9 @@ sum(pi * A), the mean over draws of pi. (The ratio corrects for its own token, n
 before it, so pi must stay near pi_old.) The gradient is ratio * A * grad log pi: at ratio 1 the
 gradient of A * log pi, as in the plain loss.
 
-The clip limits how far one batch of samples may push a token, for they say little about a policy
-far from pi_old. It acts only where the ratio has left 1 by more than c, clip_range, in the
-direction in which A pushes:
+The clip limits how far one batch of samples may push a token, because samples of pi_old say little
+about a policy far from it. It acts only where the ratio has left 1 by more than c, clip_range, in
+the direction in which A pushes:
 
                      A > 0, pushes up              A < 0, pushes down
     ratio > 1 + c    no gradient: far enough       gradient: it brings the ratio back
@@ -63,9 +64,14 @@ first, so the base with its adapter off is the reference. (train.py --adapter be
 adapter; there the reference is a frozen copy of it.) Why k3: see compute_grpo_loss.
 
 By default there is one optimiser step per batch. The ratio then is 1 up to rounding, and the clip
-has nothing to do. With several steps both act: take mini_batches where a batch has many groups, as
-its steps cost no pass more; iterations where sampling and painting take most of the time, as it
-repeats the passes on the same samples.
+has nothing to do. With several steps both act. Use mini_batches if a batch has many groups: its
+steps cost no further pass. Use iterations if sampling and painting take most of the time: each
+repeats the passes on the same samples. What several steps cost and gained on two small tasks is on
+a page of its own, docs/worth.md.
+
+Sampling may be cut to the likeliest tokens, the nucleus (top_p). Then pi, pi_old and ref are all
+cut to the same tokens and renormalised. Tokens outside get no gradient, and the KL term compares
+the cut distributions: what the policy does outside of the nucleus is neither taught nor held.
 
 A training step has six parts, in this order; examples/pictures.py has them in a whole trainer:
 
@@ -102,7 +108,7 @@ class GRPOSettings:
 
     # sequences per forward pass in parts 4 and 5, at most a group; fewer take less memory
     micro_batch_size: int = 4
-    # shares into which the groups of a batch are dealt, with an optimiser step for each
+    # number of parts into which a batch's groups are split, with an optimiser step for each
     mini_batches: int = 1
     # passes over a batch, each with all its optimiser steps
     iterations: int = 1
@@ -112,8 +118,8 @@ class GRPOSettings:
     kl_coef: float = 0.0
     # divides the logits, in sampling and in recomputing log-probs
     temperature: float = 1.0
-    # sample from the fewest likeliest tokens with at least this probability together; 1: from all.
-    # Deployed models do so: the other tokens are each unlikely, but together drawn often
+    # sample from the smallest set of likeliest tokens whose total probability reaches this; 1: from
+    # all. Deployed models do so: the other tokens are each unlikely, but together drawn often
     top_p: float = 1.0
     # the id that ends a text, or several, as generation_config.eos_token_id has; None: pictures
     end_ids: int | list | tuple | None = None
@@ -235,14 +241,15 @@ def compute_grpo_loss(
         # k1 = log(pi/ref): its mean is KL(pi || ref). As a loss it would not hold the policy: a
         # step changes the KL by changing which tokens are drawn, but autograd takes these as given.
         # What is left is grad log pi, whose mean is 0, as the header says of the baseline.
-        # k2 = k1 * k1 / 2: its mean gradient is that of KL(pi || ref), its mean is another.
+        # k2 = k1 * k1 / 2: its mean gradient is that of KL(pi || ref), but its mean is not that KL.
         # k3 = k1 + ref/pi - 1: the mean of ref/pi - 1 is sum(ref - pi) = 0, so the mean of k3 is
         # KL(pi || ref). And it pulls: a step against its gradient, (1 - ref/pi) grad log pi, lowers
         # a token that pi makes likelier than ref, and raises a token that pi makes less likely. The
         # mean of this gradient is that of KL(ref || pi), which also is least where pi is ref.
         # So k3 has the value of KL(pi || ref), and the gradient of the other KL, with the same
         # minimum. It is the published term.
-        # (These means are over pi. The samples are of pi_old, so after a step they hold roughly.)
+        # (These means are over pi. The samples are of pi_old, so after a step they hold only
+        # approximately.)
         log_ref_ratio = masked(ref_logprobs.detach() - new_logprobs)  # log(ref / pi)
         # Near 0, exp(x) - 1 - x is mostly rounding, and may be negative. expm1 avoids that.
         k3 = torch.expm1(log_ref_ratio) - log_ref_ratio
@@ -727,15 +734,16 @@ def _sample_token(logits, allowed_ids, temperature, top_p, generators):
 class Offload:
     """Lets models, now on the CPU, take turns on a GPU that cannot hold all: all_but(policy).
 
-    As begin=lambda part, model: offload.all_but(model) GRPO calls it. Frozen weights live in
-    page-locked host memory, which a GPU reads at the full speed of its bus. Without `pin` they stay
-    where they are, such as mapped from a file, and are read a third as fast. They are copied up
-    when needed and then dropped, for they do not change. What is trained is small, and stays on the
-    device. on_evict: called after weights have left the GPU: a CUDA graph that read them must be
-    dropped.
+    As begin=lambda part, model: offload.all_but(model) GRPO calls it. With `pin`, the default where
+    there is a GPU, frozen weights live in page-locked host memory, which a GPU reads at the full
+    speed of its bus. Without, they stay where they are, such as mapped from a file, and are read a
+    third as fast. They are copied up when needed and then dropped, for they do not change. What is
+    trained is small, and stays on the device. on_evict: called after weights have left the GPU: a
+    CUDA graph that read them must be dropped.
     """
 
-    def __init__(self, models, device, on_evict=lambda: None, pin=True):
+    def __init__(self, models, device, on_evict=lambda: None, pin=None):
+        pin = torch.cuda.is_available() if pin is None else pin
         self.device = device
         self.on_evict = on_evict
         self.homes = {}  # {model: [(frozen tensor, its data in host memory)]}
@@ -744,7 +752,7 @@ class Offload:
             for tensor in tensors:
                 if tensor.requires_grad:
                     tensor.data = tensor.data.to(device)
-                elif pin and torch.cuda.is_available():
+                elif pin:
                     tensor.data = tensor.data.pin_memory()
             self.homes[model] = [(each, each.data) for each in tensors if not each.requires_grad]
 

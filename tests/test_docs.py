@@ -13,8 +13,10 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import records
+from PIL import Image
 from torch.distributed.run import get_args_parser
 from train_decoder import DecoderSettings
 from train_edits import EditSettings
@@ -164,6 +166,22 @@ def test_readme_has_the_first_program_and_the_lines_of_the_examples(name):
     assert len(rungs) == 4 and length("train.py") < 300
 
 
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+def test_the_reward_of_readme_is_a_mean(name, tmp_path):
+    """Of all pixels alike, and no integer: pictures that nearly agree still differ."""
+    page = (ROOT / name).read_text()
+    (code,) = re.findall(r"```python\n(# my_reward\.py.*?)```", page, re.DOTALL)
+    (tmp_path / "own.py").write_text(code)
+    score = runpy.run_path(str(tmp_path / "own.py"))["score"]
+    numbers = np.random.default_rng(0).integers(0, 256, (3, 40, 24, 3), dtype=np.uint8)
+    numbers[0, 10:30, 6:18] = 255  # a bright middle
+    numbers[1, 0, 0], numbers[2] = 0, numbers[1]
+    numbers[2, 0, 0] = 1
+    found = score([Image.fromarray(each) for each in numbers], ["a", "b", "c"])
+    assert found == pytest.approx(numbers[..., 0].mean((1, 2)), abs=1e-9)
+    assert found[2] > found[1]
+
+
 RUN = os.environ.get("README_RUN")
 RUN = RUN and os.path.abspath(RUN)  # a test's own folder is the working one
 
@@ -174,6 +192,8 @@ def test_the_tiny_model_learns_as_readme_says():
     before, *_, after = records(f"{RUN}/evaluation.jsonl")
     shares = [each["reward/correct"][0] for each in (before, after)]
     assert shares[0] == pytest.approx(0.54, abs=0.01) and shares[1] >= 0.88
+    rewards = [each["reward/facts"][0] for each in (before, after)]
+    assert rewards[0] == pytest.approx(0.72, abs=0.01) and rewards[1] >= 0.95
 
 
 # ---- the code ------------------------------------------------------------------------------------
