@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -144,6 +145,7 @@ def test_clipping_acts_on_the_right_side(ratio, advantage, gradient):
     loss.backward()
     assert new.grad.item() == pytest.approx(gradient)
     assert metrics["clip_fraction"] == (gradient == 0)
+    assert math.isnan(metrics["kl"])  # there is no reference
 
 
 def test_the_ratio_is_an_importance_weight():
@@ -166,7 +168,7 @@ def test_loss_averages_each_sample_then_samples():
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
     old = torch.zeros(3, 4).where(mask > 0, NAN)
     ref = torch.full((3, 4), math.log(1.1)).where(mask > 0, math.inf)
-    advantages = torch.tensor([1.0, 5.0, 9.0])
+    advantages = torch.tensor([[1.0], [5.0], [9.0]]).where(mask > 0, NAN)  # one per token
     loss, metrics = compute_grpo_loss(new, old, advantages, ref, mask, kl_coef=0.1)
     assert loss.item() == pytest.approx(-1.1 * (1 + 5 + 0) / 3) and metrics["kl"] == 0
     assert metrics["mean_logprob_gap"] == pytest.approx(math.log(1.1) * 2 / 3)
@@ -420,8 +422,8 @@ def formula(model, groups, kl_coef, temperature):
         with torch.no_grad(), model.disable_adapter():
             ref = logprobs(group)
         ratio, k3 = (new - old).exp(), (ref - new).exp() - (ref - new) - 1
-        gain = torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
-        cut = ((ratio > 1.2) & (A > 0)) | ((ratio < 0.8) & (A < 0))
+        gain = torch.minimum(ratio * A, ratio.clamp(0.7, 1.3) * A)
+        cut = ((ratio > 1.3) & (A > 0)) | ((ratio < 0.7) & (A < 0))
         gap, loss = (new - old).abs() * mask, kl_coef * k3 - gain
         total = total + mean(loss) / len(groups)
         means = [mean(x).item() for x in (loss, -gain, k3, cut, ratio, gap)]
@@ -437,10 +439,12 @@ def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size
 
     def rewards(groups):
         values = likes_low_ids(groups)
+        values[12] = NAN  # a sample without a reward is no reason to leave its group out
         return torch.cat([values[:5], torch.ones(5), values[10:]])
 
     model = with_adapter(text_model(), 0.3)
-    run = trainer(model, lr=1.0, kl_coef=0.1, micro_batch_size=size, temperature=1.3, top_p=0.9)
+    settings = {"kl_coef": 0.1, "clip_range": 0.3, "temperature": 1.3, "top_p": 0.9}
+    run = trainer(model, lr=1.0, micro_batch_size=size, **settings)
     groups = roll_out(run, "one", "two", "one", seed=size, size=5, rewards=rewards)
     if masked:  # with holes; one text does not count at all
         groups[0].mask = torch.rand(5, 6).round().tril(-1)
@@ -452,10 +456,13 @@ def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size
     gradients = torch.autograd.grad(total, run.parameters)
     norm = torch.stack([g.norm() for g in gradients]).norm().item()
     assert 0 < expected["clip_fraction"] < 1 and (norm > 1) == masked  # cut to 1, or left alone
+    for p in run.parameters:
+        p.grad = torch.ones_like(p)  # left behind by an update that failed
     expected |= {"grad_norm": norm, "skipped": 0, "groups_without_spread": 1 / 3}
     assert run.update(groups[::-1]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     for (name, p), g in zip(adapter_of(model).items(), gradients, strict=True):
         torch.testing.assert_close(before[name] - p, g / max(norm, 1), atol=1e-5, rtol=1e-3)
+    assert all(p.grad is None for p in run.parameters)  # no memory until the next update
 
 
 @pytest.mark.parametrize("iterations, processes", [(1, 1), (2, 1), (1, 2), (1, 4)])
@@ -469,7 +476,8 @@ def test_each_mini_batch_is_a_step_of_the_formula_over_its_own_groups(iterations
 
     def prepared(**settings):
         model = with_adapter(text_model(), 0.3)
-        settings |= {"kl_coef": 0.1, "temperature": 1.3, "top_p": 0.9, "micro_batch_size": 2}
+        settings |= {"kl_coef": 0.1, "clip_range": 0.3, "temperature": 1.3, "top_p": 0.9}
+        settings |= {"micro_batch_size": 2}
         run = trainer(model, lr=1.0, max_grad_norm=math.inf, **settings)
         groups = roll_out(run, "one", "two", "one", "two", size=5, rewards=rewards)
         groups[0].mask = (torch.arange(6) < torch.tensor([[6], [1], [3], [0], [2]])).float()
@@ -485,7 +493,8 @@ def test_each_mini_batch_is_a_step_of_the_formula_over_its_own_groups(iterations
             for p, gradient in zip(run.parameters, gradients):
                 p -= gradient
 
-    barrier, sent = threading.Barrier(processes), {}
+    # A process that fails must not leave the others waiting for ever.
+    barrier, sent = threading.Barrier(processes, timeout=60), {}
 
     def average(tensors):
         assert {tensor.dtype for tensor in tensors} == {torch.float32}  # Apple has no doubles
@@ -547,7 +556,9 @@ def test_the_norm_is_the_mean_over_the_iterations_that_made_a_step(monkeypatch):
 def test_clipping_acts_from_the_second_iteration():
     """Metrics are means over the iterations; the gaps are measured before the policy moves."""
     run = lambda **more: trainer(with_adapter(text_model(), 0.3), lr=5.0, kl_coef=0.1, **more)
-    _, twice = step(run(iterations=2), "one", "two")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "mean_logprob_gap")
+        _, twice = step(run(iterations=2), "one", "two")
     again = run()
     groups, first = step(again, "one", "two")
     second = again.update(groups)
@@ -559,12 +570,10 @@ def test_clipping_acts_from_the_second_iteration():
 
 
 def test_reference_is_the_base_without_gradient_and_skipped_where_nothing_needs_it(monkeypatch):
-    """In eval mode, though an update may have left the model in train mode."""
-    model = with_adapter(text_model(attention_dropout=0.5), 0.3)
+    model = with_adapter(text_model(), 0.3)
     run = trainer(model, kl_coef=0.1, micro_batch_size=3)
     constant = lambda groups: torch.cat([likes_low_ids(groups)[:8], torch.ones(4)])
     *with_spread, equal = groups = roll_out(run, "one", "two", "one", rewards=constant)
-    model.train()
     run.add_reference(groups)
     assert equal.ref_logprobs is None
     for group in with_spread:
@@ -576,6 +585,48 @@ def test_reference_is_the_base_without_gradient_and_skipped_where_nothing_needs_
     unused = lambda *_: pytest.fail("a reference pass that nothing uses")
     monkeypatch.setattr(run, "logprobs", unused)
     run.add_reference(groups)
+
+
+def test_another_reference_may_be_given():
+    """Here the policy itself. Its weights learn, yet no gradient flows through the reference."""
+    run = trainer(with_adapter(text_model(), 0.3), kl_coef=0.1)
+    other = grpo.GRPO(run.model, run.optimizer, run.settings, reference=nullcontext)
+    groups, metrics = step(other, "one", "two")
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6)
+    assert not any(group.ref_logprobs.requires_grad for group in groups)
+
+
+def test_a_reference_that_would_learn_too_is_refused():
+    """All weights learn, and there is no adapter to disable."""
+    with pytest.raises(ValueError, match="the reference must be a frozen copy"):
+        step(trainer(text_model(), kl_coef=0.1), "one")
+
+
+def test_dropout_is_off_in_every_part():
+    """An earlier update or the caller may have left the model in train mode."""
+    model = with_adapter(text_model(attention_dropout=0.5), lora_dropout=0.5)
+    run = trainer(model, kl_coef=0.1)
+    model.train()
+    groups = roll_out(run, "one", "two")
+    model.train()
+    run.add_reference(groups)
+    model.train()
+    metrics = run.update(groups)
+    assert metrics["mean_logprob_gap"] < 1e-4 and metrics["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_kl_is_looked_at_before_the_first_step_alone():
+    """A run that continues with its optimizer has moved from the reference already."""
+    model = with_adapter(text_model(), 0.3)
+    run = trainer(model, torch.optim.AdamW, kl_coef=0.1)
+    with pytest.warns(UserWarning, match="kl is above 0 at the start"):
+        step(run, "one")
+    again = trainer(model, kl_coef=0.1)
+    again.optimizer = run.optimizer
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert step(again, "one", seed=1)[1]["kl"] > 0.01
+        assert step(run, "one", seed=2)[1]["kl"] > 0.01
 
 
 def test_a_tiny_update_moves_the_adapter_and_not_the_bf16_base():
@@ -891,7 +942,7 @@ def test_before_the_first_update_ratio_is_one_and_kl_zero():
     groups = run.sample([(ids, None, 24) for ids in (LONG, SHORT)], 4, 0)
     set_advantages(groups, torch.arange(8.0))
     run.add_reference(groups)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.no_grad():  # whatever the caller has switched off
         warnings.simplefilter("error", UserWarning)
         metrics = run.update(groups)
     assert set(metrics) == NAMES

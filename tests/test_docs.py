@@ -7,6 +7,7 @@ import ast
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -215,6 +216,27 @@ def test_every_script_has_help(script, tmp_path, monkeypatch, capsys):
     assert not ended.value.code and ("usage: " in helped or about in helped)
     assert about in helped or script.name == "make.py"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_grpo_and_its_tests_need_nothing_else(tmp_path):
+    """Copied into an empty folder, as docs/copying.md says, they run in a process of their own.
+
+    All tests are collected there, which imports what the file imports. Those that run are of every
+    section and cheap: all would take four times as long, and have run here. An installed project
+    would be found from any folder, so the imports are read as well.
+    """
+    files = [ROOT / "grpo.py", ROOT / "test_grpo.py"]
+    imports = re.compile(r"^ *(?:from|import) (\w+)", re.MULTILINE)
+    ours = {path.stem for path in (*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py"), *ROOT.glob("*/"))}
+    for file in files:
+        shutil.copy(file, tmp_path)
+        assert ours & {*imports.findall(file.read_text())} <= {"grpo"}
+    call = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_grpo.py", "-k"]
+    call.append("by_hand or formula or generate or positions or turns or refused")
+    where = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": ""}}
+    done = subprocess.run(call, check=False, capture_output=True, text=True, **where)
+    passed = re.search(r"(\d+) passed, \d+ deselected", done.stdout)
+    assert done.returncode == 0 and passed and int(passed[1]) >= 25, done.stdout
 
 
 def test_an_installed_project_has_all_that_it_imports():
