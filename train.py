@@ -5,19 +5,17 @@
 
 With a CUDA GPU this trains zai-org/GLM-Image, without one the small model in tiny-glm-image/. It
 makes the steps of examples/pictures.py, and adds what long runs need: checkpoints, several rewards
-and GPUs, models that take turns on a small GPU. grpo_step() is one step of GRPO, its six
-parts in their order; loop() is the run. Scripts in examples/ give train() a step, or a model, of
-their own.
+and GPUs, models that take turns on a small GPU. grpo_step() is one step of GRPO, its six parts in
+their order; loop() is the run. Scripts in examples/ give train() a step, or a model, of their own.
 
 What to expect of the tiny model, in a minute and a half of one CPU core. A line per step:
 
     step 5/10, epoch 0.7 | reward 0.973 +- 0.045 | 75% without spread | kl 0.0005 | entropy 0.0012
     | gap 1e-08 | norm 0.009 | 4.3s
 
-On the held-out captions the mean reward rises from 0.721 to 0.985. The number after +- is its
-standard deviation within a group.
-A group without spread, all rewards equal, teaches nothing. docs/numbers.md says what each number
-means, and what is normal.
+On the held-out captions the mean reward rises from 0.721 to 0.985. The number after +- is the
+reward's standard deviation within a group. A group without spread, all rewards equal, teaches
+nothing. docs/numbers.md says what each number means, and what is normal.
 """
 
 import time
