@@ -2,8 +2,8 @@
 
     python train.py --reward examples/rank_reward.py:rank
 
-Only differences within a group teach, so ranks teach as scores do. But their mean is the same for
-good and for bad pictures: --eval-reward has to name a reward that shows what was learned.
+Only differences within a group teach, so ranks teach as scores do. But their mean says how often
+pictures differ, not how good they are: let --eval-reward name a reward that shows what was learned.
 """
 
 from my_reward import blueness
