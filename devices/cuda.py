@@ -1,4 +1,4 @@
-"""What a run has on a CUDA GPU, which alone imports it; cpu.py has the same for a CPU."""
+"""What a run has on a CUDA GPU; cpu.py has the same for a CPU."""
 
 import os
 

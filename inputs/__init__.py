@@ -1,7 +1,7 @@
 """What users name: files and folders, models on the hub, functions in files of their own.
 
-prompts.py reads their prompts and pictures. Any room but grpo.py may import this one; it imports
-none.
+prompts.py reads their prompts and pictures. Everything but grpo.py may import this package, which
+imports nothing of the project.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Where a run is now: its phase on a bar, and how long that took."""
+"""The phase that a run is in: on a progress bar, and the seconds that each phase took."""
 
 import time
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""What was learned: held-out prompts, painted from the same seeds each time."""
+"""Evaluation: pictures of held-out prompts, painted from the same seeds each time."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Numbers of steps and evaluations, and how people read them; docs/numbers.md explains each."""
+"""Numbers of steps and evaluations, and how they are printed; docs/numbers.md explains each."""
 
 import math
 import warnings

@@ -1,4 +1,4 @@
-"""What a run says of itself: a line for each step, its numbers, its pictures."""
+"""Logging: a line, numbers and pictures for each step."""
 
 import json
 from itertools import chain

@@ -92,8 +92,8 @@ class Settings(GRPOSettings):
     eval_prompts: str = Own("prompts/heldout.txt")
     # the same of the held-out prompts
     eval_targets: str = None
-    # rewards that are reported and never trained on; where the first is 0 for a picture (and only
-    # ever 1 or 0), before-after.png has a red frame; none: no such reward
+    # rewards that are reported and never trained on; if the first only ever gives 0 or 1, pictures
+    # with 0 get a red frame in before-after.png; none: no such reward
     eval_reward: str = "hps,variety"
     # held-out prompts per evaluation, evenly over types
     eval_count: int = 16

@@ -1,4 +1,4 @@
-"""The trackers of --tracker get a run's numbers and its picture. Other runs do not come here."""
+"""Sends a run's numbers and its picture to a tracker. Imported only with --tracker."""
 
 import os
 import secrets

@@ -294,7 +294,7 @@ def both_halves(tmp_path_factory):
 
 
 def test_the_decoders_adapter_paints_in_a_stock_pipeline_what_it_painted_here(both_halves):
-    """Saved by a run, loaded as in docs/memory.md: the same picture, and not that of the
+    """Saved by a run, loaded as in docs/after.md: the same picture, and not that of the
     base."""
     settings = tiny_settings("--height 32 --width 32 --decode-steps 3")
     paint = lambda pipe: painted(pipe, PROMPTS[0], torch.tensor([[7]]), settings, 3)[0]

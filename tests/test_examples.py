@@ -19,12 +19,13 @@ import http_reward
 import my_reward
 import numpy as np
 import pytest
+import rank_reward
 import smollm2
 import text
 import torch
 from conftest import OF_CUDA, ROOT, build_run, records, shorten
 from peft import get_peft_model_state_dict
-from PIL import Image
+from PIL import Image, ImageStat
 from safetensors.torch import load_file
 from test_pages import run_code
 from transformers import (
@@ -173,10 +174,39 @@ def test_the_short_trainer_makes_the_steps_of_train_py(monkeypatch, tmp_path, ca
 # ---- rewards of one's own, in examples/ ----------------------------------------------------------
 
 
-def test_a_win_rate_compares_within_a_group():
+def test_blueness_is_a_true_mean():
+    """Of all pixels alike, and not rounded. Beside Pillow's own statistics."""
+    centre = Image.new("RGB", (8, 8))
+    centre.paste((0, 0, 254), (2, 2, 6, 6))
+    border = Image.new("RGB", (8, 8), (0, 0, 85))
+    border.paste("black", (2, 2, 6, 6))
+    assert blueness_of(centre) == pytest.approx(254 * 16 / 64 / 255)
+    assert blueness_of(border) == pytest.approx(85 * 48 / 64 / 255)
+    noise = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    red, green, blue = ImageStat.Stat(image := Image.fromarray(noise)).mean
+    assert blueness_of(image) == pytest.approx((blue - (red + green) / 2) / 255)
+    near = [Image.new("RGB", (8, 8), (0, 0, 105)) for _ in range(4)]
+    for i, each in enumerate(near):
+        each.paste((0, 0, 106), (0, 0, i, 1))  # i of the 64 pixels
+    assert sorted(my_reward.blueness(near)) == my_reward.blueness(near)
+    assert len({*my_reward.blueness(near)}) == 4
+
+
+def blueness_of(image):
+    return my_reward.blueness([image])[0]
+
+
+def test_a_rank_compares_within_a_group(quick):
+    """Equal pictures are equally good. And in a run."""
     images = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue", "green", "white")]
-    shares = my_reward.win_rate(images * 2, group_size=4)
-    assert shares.tolist() == [0, 0.75, 0.25, 0.5] * 2
+    images += [Image.new("RGB", (4, 4), colour) for colour in ("blue", "white", "blue", "red")]
+    assert rank_reward.rank(images, [""] * 8, group_size=4) == [-3, 0, -2, -1, 0, -2, 0, -3]
+    reward = f"--reward {ROOT}/examples/rank_reward.py:rank --prompts-per-step 2 --group-size 4"
+    assert quick(reward, "--steps 1 --out run") == 0
+    for group in records("run/groups.jsonl"):
+        pictures = [Image.open(Path("run", name)) for name in group["pictures"]]
+        assert group["reward"] == rank_reward.rank(pictures, [""] * 4, 4)
+        assert max(group["reward"]) == 0 > min(group["reward"])
 
 
 def test_a_server_that_fails_once_is_asked_again(monkeypatch, capsys):

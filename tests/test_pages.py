@@ -79,7 +79,7 @@ def test_merged_adapters_do_what_adapters_do(quick, tmp_path, talkative):
     plain.vision_language_encoder.load_adapter("runs/1/adapter")
     plain.transformer.load_lora_adapter("runs/1/decoder-adapter", prefix=None, use_safetensors=True)
     with_adapters = outputs(plain)
-    run_code("memory.md", "merge_and_unload")
+    run_code("after.md", "merge_and_unload")
     merged = GlmImagePipeline.from_pretrained("merged", dtype=torch.float32)
     for before, expected, found in zip(base, with_adapters, outputs(merged), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
@@ -126,5 +126,5 @@ def test_merging_needs_no_trained_decoder(one_step, talkative, tmp_path, monkeyp
     Path("runs").mkdir()
     Path("runs/1").symlink_to(one_step)
     Path(TINY.name).symlink_to(talkative)
-    run_code("memory.md", "merge_and_unload")  # no HFValidationError
+    run_code("after.md", "merge_and_unload")  # no HFValidationError
     assert Path("merged").is_dir()

@@ -349,7 +349,7 @@ def test_both_halves_of_a_model_are_in_each_checkpoint_and_at_the_end(judged, on
     taken = f", as it was in `{Path('policy/checkpoints/000001')}`: this run trained another part."
     assert taken in Path("decoder/adapter/README.md").read_text()
     assert "from 1 step of GRPO" in Path("decoder/decoder-adapter/README.md").read_text()
-    stock = "decoder-adapter/pytorch_lora_weights.safetensors"  # which docs/memory.md loads
+    stock = "decoder-adapter/pytorch_lora_weights.safetensors"  # which docs/after.md loads
     expected, found = (load_file(f"{run}/{stock}") for run in ("decoder", "both"))
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
     shutil.copytree("both", "stopped")
