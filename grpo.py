@@ -649,8 +649,8 @@ def generate_with_logprobs(
         """
         start = end - ids.shape[1]
         # Two dimensions, from which transformers makes each layer's own: windows, recurrent states.
-        # A padding token sees nothing: torch's kernels answer 0 there (since 2.5: pytorch 133882;
-        # on Apple since 2.9), but cuDNN's, see GRPO. NaN would reach all tokens, so NotFinite.
+        # A padding token sees nothing. torch's kernels answer 0 there (since 2.5: pytorch 133882; on
+        # Apple since 2.9), except cuDNN's, which GRPO switches off. NaN would end in NotFinite.
         mask = None if not_padding is None else not_padding[rows, :end]
         forward = token_forward if token_forward and cache is not None else model
         output = forward(
@@ -688,10 +688,10 @@ def generate_with_logprobs(
             unfinished = _drop_ended(samples, unfinished, end_ids, None if token_forward else cache)
             if not len(unfinished):
                 break
-        ids = samples[-1][0][unfinished]
-        of_unfinished, cache = next_logits(ids, rows[unfinished], end, cache)
+        newest = samples[-1][0]  # (N*G, 1)
+        found, cache = next_logits(newest[unfinished], rows[unfinished], end, cache)
         # Noise is drawn for all rows, so no sample depends on which others have ended.
-        logits = of_unfinished.new_zeros(logits.shape).index_copy(0, unfinished, of_unfinished)
+        logits = found.new_zeros(logits.shape).index_copy(0, unfinished, found)
         samples.append(draw(logits))
 
     tokens, logprobs, nuclei = zip(*samples, strict=True)
