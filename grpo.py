@@ -649,8 +649,8 @@ def generate_with_logprobs(
         """
         start = end - ids.shape[1]
         # Two dimensions, from which transformers makes each layer's own: windows, recurrent states.
-        # A padding token sees nothing. torch's kernels answer 0 there (since 2.5: pytorch 133882; on
-        # Apple since 2.9), except cuDNN's, which GRPO switches off. NaN would end in NotFinite.
+        # A padding token sees nothing. There torch's kernels answer 0 (since 2.5: pytorch 133882;
+        # on Apple since 2.9), except cuDNN's, which GRPO switches off. NaN would end in NotFinite.
         mask = None if not_padding is None else not_padding[rows, :end]
         forward = token_forward if token_forward and cache is not None else model
         output = forward(
