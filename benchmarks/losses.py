@@ -1,6 +1,6 @@
 """Other losses, each as an edit of grpo.py or train.py.
 
-docs/copying.md shows them and says what each is for, tests/test_recipes.py compares them with their
+docs/copying.md says in words what each changes, tests/test_recipes.py compares them with their
 papers, and variants.py trains with them.
 """
 
@@ -132,6 +132,12 @@ EDITS = {
     ],
     "KL in all groups": [("return group.advantages.any()", "return True")],
     "k2": [("k3 = torch.expm1(log_ref_ratio) - log_ref_ratio", "k3 = log_ref_ratio.square() / 2")],
+    "k3 times the ratio": [
+        (
+            "k3 = torch.expm1(log_ref_ratio) - log_ref_ratio",
+            "k3 = ratio * (torch.expm1(log_ref_ratio) - log_ref_ratio)",
+        )
+    ],
     "old = new.detach()": [
         ("ratio = log_ratio.exp()", "ratio = (log_ratio - log_ratio.detach()).exp()")
     ],

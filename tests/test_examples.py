@@ -77,6 +77,12 @@ def test_a_text_model_learns_by_grpo_alone():
     assert np.mean(means[:3]) < 0.5 and np.mean(means[-3:]) > 0.7
 
 
+# As a model's that can think: where it is not to, its thoughts are empty.
+CHAT = "{% for turn in messages %}{{ turn.role[0] }}:{{ turn.content }}{% endfor %}"
+CHAT += "{% if add_generation_prompt %}a:{% endif %}"
+THINKS = CHAT + "{% if enable_thinking is defined and not enable_thinking %}<>{% endif %}"
+
+
 def test_the_page_alone_trains_a_text_model(monkeypatch, capsys):
     """A random one of bytes, in larger steps: its answers become short. Three letters end them, so
     a text that was decoded with what fills its rest would have several of them."""
@@ -87,14 +93,20 @@ def test_the_page_alone_trains_a_text_model(monkeypatch, capsys):
             steps.append(texts := super().batch_decode(*given, **options))
             return texts
 
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: Tokenizer())
+    given = lambda name: Tokenizer(chat_template=THINKS)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", given)
     (config := text.build_model().config).vocab_size = 384
     config.eos_token_id = Tokenizer()("xyz", add_special_tokens=False)["input_ids"]
     random = lambda name, dtype: LlamaForCausalLM(config)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", random)
     faster = lambda learning, **_: torch.optim.Adam(learning, 0.02)
     monkeypatch.setattr(torch.optim, "AdamW", faster)
-    run_code("copying.md", "AutoTokenizer")
+    made = run_code("copying.md", "AutoTokenizer")
+    asked = [made["tokenizer"].decode(group.prompt_ids) for group in made["groups"]]
+    assert asked == [f"u:{question}a:<>" for question in made["questions"]]
+    made["tokenizer"].chat_template = CHAT  # it knows nothing of thoughts
+    ask = functools.partial(made["tokenizer"].apply_chat_template, made["chats"], tokenize=False)
+    assert ask(enable_thinking=False) == ask()
     lines = re.findall(r"reward (-\S+), (\d+)% ended, gap \de-0[6-9]", capsys.readouterr().out)
     means, shares = zip(*((float(mean), int(share)) for mean, share in lines))
     assert len(means) == 20 and np.mean(means[-3:]) > np.mean(means[:3]) / 2

@@ -5,7 +5,8 @@ log-probs, loss and gradient.
 
 Both divide by the std over G - 1, and leave a reward of NaN out. The test makes equal what differs:
 - TRL adds 1e-4 to the std. grpo.py adds 1e-6: rewards of a small spread count like others.
-- TRL multiplies k3 by the ratio (DeepSeek-V3.2), unless use_bias_correction_kl is False.
+- TRL multiplies k3 by the ratio (DeepSeek-V3.2), as the recipe "k3 times the ratio" does. For the
+  others use_bias_correction_kl is False.
 - TRL's dr_grpo divides by the number of tokens that a text may have. The recipe divides by the
   longest text of the batch: grpo.py has no setting for that number.
 - TRL keeps the KL term of a group of equal rewards. Here no group has equal rewards.
@@ -32,6 +33,7 @@ trl = pytest.importorskip("trl", "1.16.0")
     "recipe, loss_type, settings",
     [
         ("GRPO", "grpo", {}),
+        ("k3 times the ratio", "grpo", {}),
         ("Dr. GRPO", "dr_grpo", {"scale_rewards": "none"}),
         ("DAPO's token mean", "bnpo", {}),
         ("DAPO's token mean", "dapo", {}),
@@ -50,11 +52,13 @@ def test_trl_agrees(recipe, loss_type, settings, seed, kl_coef, pipe, tmp_path):
     rewards[5] = math.nan
     settings = settings | {"loss_type": loss_type, "beta": kl_coef, "temperature": 1.3}
     settings |= {"num_iterations": 2, "max_completion_length": LENGTH}
+    if recipe != "k3 times the ratio":
+        settings["use_bias_correction_kl"] = False
     cat = lambda name: torch.cat([getattr(group, name) for group in groups])
     theirs = trl.GRPOTrainer(
         build("llama", vocab_size=1600),
         lambda **_: rewards.tolist(),
-        trl.GRPOConfig(str(tmp_path), bf16=False, use_bias_correction_kl=False, **settings),
+        trl.GRPOConfig(str(tmp_path), bf16=False, **settings),
         trl.trainer.grpo_trainer.Dataset.from_dict({"prompt": [""]}),
         processing_class=pipe.processor.tokenizer,
         peft_config=LoraConfig(),

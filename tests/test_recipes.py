@@ -13,6 +13,7 @@ from test_grpo import NAN, exact_kl, trainer, with_adapter
 RECIPES = ["GRPO", "Dr. GRPO", "DAPO's token mean", "DAPO's two clip ranges", "GSPO"]
 RECIPES += ["old = new.detach()", "REINFORCE", "No baseline"]
 RECIPES += ["REINFORCE++", "REINFORCE++-baseline", "RLOO", "CISPO", "GPG", "KL in all groups", "k2"]
+RECIPES += ["k3 times the ratio"]
 UNDIVIDED = ("Dr. GRPO", "REINFORCE", "RLOO", "GPG")
 # The sum of an answer's log-probs, where GRPO has their mean.
 SUMMED = ("Dr. GRPO", "REINFORCE", "RLOO")
@@ -68,7 +69,8 @@ def paper(name, model, groups, kl_coef=0.1):
         if name == "GPG":
             gain = advantages * new
         log_ref = group.ref_logprobs - new
-        kl = log_ref.square() / 2 if name == "k2" else log_ref.exp() - log_ref - 1
+        k3 = log_ref.exp() - log_ref - 1
+        kl = {"k2": log_ref.square() / 2, "k3 times the ratio": ratio * k3}.get(name, k3)
         terms.append(kl_coef * kl - gain)
         masks.append(group.mask)
     terms, mask = torch.cat(terms), torch.cat(masks)
@@ -138,6 +140,24 @@ def test_k2_has_the_gradient_of_the_kl():
     """KL(pi || ref) (arXiv 2510.01555)."""
     _, _, gradient, expected, _ = exact_kl(losses.module("k2").compute_grpo_loss)
     torch.testing.assert_close(gradient, expected)
+
+
+def test_k3_times_the_ratio_has_value_and_gradient_of_the_kl_after_a_step_too():
+    """Of a distribution of 6, by summing over all that another one draws (DeepSeek-V3.2, eq. 7)."""
+    loss_of = losses.module("k3 times the ratio").compute_grpo_loss
+    torch.manual_seed(0)
+    logits, old, ref = torch.randn(6, requires_grad=True), torch.randn(6), torch.randn(6)
+    pi, old, ref = (each.log_softmax(0) for each in (logits, old, ref))
+    value = total = 0
+    for i in range(6):  # the only token of a sample
+        new, before, fixed = (each[i].view(1, 1) for each in (pi, old, ref))
+        loss, metrics = loss_of(new, before, torch.zeros(1), fixed, kl_coef=1.0)
+        value += before.exp().item() * metrics["kl"]
+        total += before.exp().item() * loss
+    kl = (pi.exp() * (pi - ref)).sum()
+    assert value == pytest.approx(kl.item(), abs=1e-5)
+    found, expected = (torch.autograd.grad(x, logits, retain_graph=True) for x in (total, kl))
+    torch.testing.assert_close(found, expected)
 
 
 @moved_on_purpose

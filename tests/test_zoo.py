@@ -328,6 +328,36 @@ def test_all_weights_learn_beside_a_frozen_copy():
         assert messages == [] and (metrics["kl"] == pytest.approx(0, abs=1e-6)) == (seed == 0)
 
 
+@pytest.mark.parametrize("kind", ["gpt_oss", "granitemoe", "qwen3_moe", "mixtral"])
+def test_an_adapter_of_experts_and_attention_alone(kind, tmp_path):
+    """As the page makes it. The reference is the base, and the router stays as it is."""
+    base, lora = build(kind), on_the_page("lora = ", tmp_path)["lora"]
+    model = get_peft_model(copy.deepcopy(base), lora)
+    run = trainer(model, torch.optim.AdamW, lr=0.01, kl_coef=0.1)
+    for seed in (0, 2):
+        metrics, messages = observed(step, run, seed)
+        assert messages == [] and metrics["mean_logprob_gap"] < 1e-5
+        assert (metrics["kl"] == pytest.approx(0, abs=1e-6)) == (seed == 0)
+    with torch.no_grad(), run.reference():
+        assert torch.equal(model(EQUAL[0][None]).logits, base(EQUAL[0][None]).logits)
+    before, after = base.state_dict(), model.merge_and_unload().state_dict()
+    moved = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
+    words = ["q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"]
+    words += ["experts.gate_up_proj", "experts.down_proj"]
+    assert moved == {name for name in before if name.endswith(tuple(words))}
+    assert len(moved) == 2 * len(words)  # two layers
+
+
+@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # of patterns that PEFT makes
+@pytest.mark.parametrize("kind", ["gpt_oss", "granitemoe", "qwen3_moe", "mixtral"])
+def test_all_linear_leaves_out_experts_or_adapts_the_router(kind):
+    """So the page names what to adapt."""
+    model = get_peft_model(build(kind), LoraConfig(target_modules="all-linear"))
+    adapted = [name for name, p in model.named_parameters() if p.requires_grad]
+    found = [any(f".{word}.lora_" in name for name in adapted) for word in ("experts", "gate")]
+    assert found == [kind in ("qwen3_moe", "mixtral")] * 2
+
+
 def test_what_trains_nothing_gives_a_warning():
     model = with_adapter(llama())
     run = trainer(model)
