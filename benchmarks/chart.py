@@ -1,0 +1,84 @@
+"""docs/worth.md's chart of the losses: python benchmarks/chart.py
+
+Above the difference of each row from its reference, of rows that all judging seeds have run; below
+the share over the learning rate, a panel for each row.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.plan import CHOOSING, TABLES, judge, means, pairs, read_runs, rows
+from benchmarks.tables import compare
+
+TASKS = "pictures", "texts"
+COLORS = {"pictures": "C0", "texts": "C1"}
+EDGE = 25  # points: what lies further off is written at the edge
+RATES = 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3
+
+
+def draw_differences(axes, differences):
+    """A full dot: 0 is outside of its interval."""
+    for axis, task in zip(axes, TASKS):
+        keys = [key for key in differences if key[0] == task][::-1]
+        for y, key in enumerate(keys):
+            x, half = 100 * np.array(differences[key])
+            face = COLORS[task] if abs(x) > half else "white"
+            axis.errorbar(x, y, xerr=half, fmt="o", color=COLORS[task], markerfacecolor=face)
+            if abs(x) > EDGE:
+                side = "left" if x < 0 else "right"
+                axis.annotate(f" {x:+.0f} ± {half:.0f} ", (np.sign(x) * EDGE, y), ha=side)
+        names = [f"{key[1]}\nfrom {pairs(TASKS)[key][1]}" for key in keys]
+        axis.set_yticks(range(len(keys)), names, fontsize=7)
+        axis.set(xlim=(-EDGE, EDGE), xlabel=f"{task}: difference, points")
+        axis.axvline(0, color="gray")
+
+
+def draw_rates(axes, runs):
+    """A line through the means of the seeds that choose; what is below 40% is not shown."""
+    names = [*dict.fromkeys(row for _, row in rows(TASKS) if row != "Rewards shuffled")]
+    for axis, name in zip(axes, names):
+        for task in (task for task in TASKS if (task, name) in rows(TASKS)):
+            own = means(runs[task, name])
+            axis.plot([*own], [100 * mean for mean in own.values()], color=COLORS[task])
+            for seeds, face in (CHOOSING, "white"), (TABLES[TASKS], COLORS[task]):
+                for rate, shares in runs[task, name].items():
+                    found = [100 * shares[seed] for seed in seeds if seed in shares]
+                    style = {"color": COLORS[task], "markerfacecolor": face, "markersize": 4}
+                    axis.plot([rate] * len(found), found, "o", **style)
+        axis.set_title(name, fontsize=9)
+        axis.set(xscale="log", xlim=(1.2e-4, 5e-3), ylim=(40, 100))
+        axis.minorticks_off()
+        axis.set_xticks(RATES, RATES, fontsize=7)
+        axis.set_ylabel("correct, %", fontsize=8)
+        axis.set_xlabel("learning rate", fontsize=8)
+    *_, last = axes
+    last.axis("off")
+    for name, style in {
+        "pictures": {"color": COLORS["pictures"]},
+        "texts": {"color": COLORS["texts"]},
+        "a seed that chose the rate": {"color": "black", "ls": "", "marker": "o", "mfc": "white"},
+        "a seed that judges": {"color": "black", "ls": "", "marker": "o"},
+    }.items():
+        last.plot([], [], label=name, **style)
+    last.legend(loc="center")
+
+
+def main():
+    runs = read_runs()
+    differences = compare(judge(runs, runs, TASKS), pairs(TASKS))
+    figure = Figure((10, 16 if differences else 10), layout="constrained")
+    *above, below = figure.subfigures(1 + bool(differences), 1, squeeze=False)[:, 0]
+    if differences:
+        draw_differences(above[0].subplots(1, 2), differences)
+    draw_rates(below.subplots(5, 3).flatten(), runs)
+    figure.savefig(ROOT / "assets/losses.png")
+
+
+if __name__ == "__main__":
+    main()
