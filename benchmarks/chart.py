@@ -1,22 +1,15 @@
-"""docs/worth.md's chart of the losses: python benchmarks/chart.py
+"""The chart of the losses in docs/worth.md, which tables.py draws.
 
 Above the difference of each row from its reference, of rows that all judging seeds have run; below
 the share over the learning rate, a panel for each row.
 """
 
-import sys
-from pathlib import Path
-
 import numpy as np
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.plan import CHOOSING, TABLES, judge, means, pairs, read_runs, rows
+from benchmarks.plan import CHOOSING, ROOT, TABLES, TASKS, judge, means, pairs, rows
 from benchmarks.tables import compare
 
-TASKS = "pictures", "texts"
 COLORS = {"pictures": "C0", "texts": "C1"}
 EDGE = 25  # points: what lies further off is written at the edge
 RATES = 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3
@@ -69,8 +62,7 @@ def draw_rates(axes, runs):
     last.legend(loc="center")
 
 
-def main():
-    runs = read_runs()
+def draw(runs):
     differences = compare(judge(runs, runs, TASKS), pairs(TASKS))
     figure = Figure((10, 16 if differences else 10), layout="constrained")
     *above, below = figure.subfigures(1 + bool(differences), 1, squeeze=False)[:, 0]
@@ -78,7 +70,3 @@ def main():
         draw_differences(above[0].subplots(1, 2), differences)
     draw_rates(below.subplots(5, 3).flatten(), runs)
     figure.savefig(ROOT / "assets/losses.png")
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,7 @@ and before any run of "stale" and "long".
   the means, and is counted in a column of its own.
 - Of "long" the lengths of correct and of wrong answers are shown beside, and not tested.
 
-    python benchmarks/plan.py    the commands of the runs that are missing, in order
+tables.py prints the commands of the runs that are missing.
 """
 
 import csv
@@ -22,8 +22,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 # Seeds 3, 4 and 10 to 14 are of earlier rounds: they neither choose nor judge.
 CHOOSING = range(3)
+TASKS = "pictures", "texts"
 # {the tasks of a table: the seeds that judge}
-TABLES = {("pictures", "texts"): range(20, 30), ("stale",): range(20, 25), ("long",): range(20, 25)}
+TABLES = {TASKS: range(20, 30), ("stale",): range(20, 25), ("long",): range(20, 25)}
 WITHIN, FAILS = 0.02, 0.2
 # What a row changes beside the loss, and the rates among which its seeds 0 to 2 choose.
 # stale: 16 optimiser steps per batch of texts; long: lists of 2 to 30 words.
@@ -169,9 +170,3 @@ def command(key, rate, seed):
         name = "texts"
     call = ["python", f"benchmarks/{name}.py", loss, *flags, "--lr", rate, "--seed", seed]
     return shlex.join(map(str, call)) + f" >> benchmarks/{name}.csv"
-
-
-if __name__ == "__main__":
-    runs = missing(read_runs())
-    print(*(command(*run) for run in runs if run[1]), sep="\n")
-    print(f"# {len(runs)} are missing, of which {sum(not run[1] for run in runs)} wait for a rate")

@@ -7,6 +7,7 @@ their gradients, whatever the model. So no model is needed: log-probs are number
 are random.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -36,9 +37,8 @@ def draw(task, seed):
     return (samples < prompts).float(), torch.randint(2, LENGTH + 1, samples.shape)
 
 
-def weights(loss, rewards, lengths):
-    """The gradient of the log-probs in an update of this loss, (N * G * T,)."""
-    grpo = losses.module(loss)
+def weights(grpo, rewards, lengths):
+    """The gradient of the log-probs in an update by a module with a loss, (N * G * T,)."""
     model = torch.nn.Module()
     model.device = torch.device("cpu")
     model.logprobs = torch.nn.Parameter(torch.full((*rewards.shape, LENGTH), -1.0))
@@ -61,19 +61,23 @@ def weights(loss, rewards, lengths):
 
 
 def cosines(task):
-    """{loss: its mean cosine with GRPO, with DAPO's token mean and with Dr. GRPO}."""
-    batches = [draw(task, seed) for seed in range(STEPS)]
-    found = {x: torch.stack([weights(x, *batch) for batch in batches]) for x in NAMES}
-    others = [found[x] for x in ("GRPO", "DAPO's token mean", "Dr. GRPO")]
-    cosine = torch.cosine_similarity
-    return {x: [cosine(own, other).mean().item() for other in others] for x, own in found.items()}
+    """(K, K): of each two of the NAMES the mean over batches of the cosine of their gradients."""
+    batches, modules = [draw(task, seed) for seed in range(STEPS)], map(losses.module, NAMES)
+    found = [torch.stack([weights(each, *batch) for batch in batches]) for each in modules]
+    found = torch.nn.functional.normalize(torch.stack(found), dim=-1)  # (K, STEPS, N*G*T)
+    return torch.einsum("isn,jsn->ij", found, found) / STEPS
 
 
-def main():
-    pictures, texts = cosines("pictures"), cosines("texts")
-    lines = [[x, *(f"{y:.3f}" for y in pictures[x] + texts[x])] for x in NAMES]
-    print(markdown(", ".join(["", *2 * ["GRPO", "token mean", "Dr. GRPO"]]), lines))
+def main(*arguments):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args(arguments)
+    others = [NAMES.index(x) for x in ("GRPO", "DAPO's token mean", "Dr. GRPO")]
+    found = torch.cat([cosines(task)[:, others] for task in ("pictures", "texts")], dim=1)
+    lines = [[name, *(f"{x:.3f}" for x in row)] for name, row in zip(NAMES, found.tolist())]
+    print(markdown(", ".join(["cosine with", *2 * [NAMES[i] for i in others]]), lines))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,5 +1,9 @@
-"""The tables of losses in docs/, from variants.csv and texts.csv, by the rules of plan.py."""
+"""The tables of losses in docs/, from variants.csv and texts.csv.
 
+plan.py has the rules, and says which runs there are.
+"""
+
+import argparse
 import sys
 from functools import cache
 from pathlib import Path
@@ -9,7 +13,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.plan import FAILS, TABLES, choose, judge, means, missing, pairs, read_runs, rows
+from benchmarks import plan
+from benchmarks.plan import TABLES, TASKS, choose, judge, means, pairs, read_runs, rows
 
 
 @cache
@@ -73,7 +78,7 @@ def table_of_losses(runs, tasks):
     """Of each task, with the rows that all judging seeds have run."""
     columns = ["clipped", *(["length_correct", "length_wrong"] if tasks == ("long",) else [])]
     values, others = judge(runs, runs, tasks), [judge(runs, read_runs(x), tasks) for x in columns]
-    references, differences = pairs(tasks), compare(values, pairs(tasks))
+    references, differences, found = pairs(tasks), compare(values, pairs(tasks)), []
     for task in tasks:
         lines = []
         for key in (each for each in rows(tasks) if each[0] == task and each in values):
@@ -83,11 +88,11 @@ def table_of_losses(runs, tasks):
                 bold = "**" if abs(difference) > half else ""
                 cells[3] = f"{bold}{100 * difference:+.0f} ± {100 * half:.0f}{bold}"
                 cells[4] = references[key][1]
-            more = [f"{np.nanmean(x[key]):.2g}" for x in others]
-            failed = (values[key] <= np.median(values[key]) - FAILS).sum()
-            lines.append([*cells, str(failed), *more])
+            failed = (values[key] <= np.median(values[key]) - plan.FAILS).sum()
+            lines.append([*cells, str(failed), *(f"{np.nanmean(x[key]):.2g}" for x in others)])
         titles = f"{task}, rate, correct, difference, from, failed, {', '.join(columns)}"
-        print(markdown(titles, lines) + "\n" if lines else f"No row of {task} is complete.\n")
+        found.append(markdown(titles, lines) if lines else f"No row of {task} is complete.")
+    return "\n\n".join(found)
 
 
 def table_of_rates(runs):
@@ -117,7 +122,7 @@ def table_of_splits(runs):
     return markdown("rate, 32 x 2, 16 x 4, 8 x 8, 4 x 16", lines)
 
 
-def power(runs, tasks=("pictures", "texts")):
+def power(runs, tasks=TASKS):
     """What the intervals of a table are worth, by simulation."""
     seen, fails = spreads_seen(runs, tasks), next(iter(pairs(tasks)))
     truths = {
@@ -133,14 +138,25 @@ def power(runs, tasks=("pictures", "texts")):
     return "\n".join(lines)
 
 
-def main():
-    runs = read_runs()
-    for tasks in TABLES:
-        table_of_losses(runs, tasks)
-    for text in table_of_rates, table_of_kl, table_of_splits, power:
-        print(text(runs) + "\n")
-    print(f"{len(missing(runs))} runs of the plan are missing: python benchmarks/plan.py")
+def main(*arguments):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--missing", action="store_true", help="the missing runs, in their order")
+    parser.add_argument("--draw", action="store_true", help="docs/worth.md's chart")
+    options, runs = parser.parse_args(arguments), read_runs()
+    left = plan.missing(runs)
+    if options.missing:
+        print(*(plan.command(*run) for run in left if run[1]), sep="\n")
+    elif options.draw:
+        from benchmarks import chart
+
+        chart.draw(runs)
+    else:
+        texts = [table_of_losses(runs, tasks) for tasks in TABLES]
+        texts += [text(runs) for text in (table_of_rates, table_of_kl, table_of_splits, power)]
+        print(*texts, sep="\n\n")
+    waiting = sum(not rate for _, rate, _ in left)
+    print(f"# {len(left)} planned runs are missing; {waiting} of them wait for a rate.")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

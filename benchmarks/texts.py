@@ -95,7 +95,7 @@ def train(tokenizer, base, loss, lr, seed, answers, words, **settings):
     return [f"{x.nanmean().item():.5f}" for x in found]
 
 
-if __name__ == "__main__":
+def main(*arguments):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -107,5 +107,9 @@ if __name__ == "__main__":
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--answers", type=int, default=20, help="that judge it, for each list")
-    given = vars(parser.parse_args())
+    given = vars(parser.parse_args(arguments))
     print(*given.values(), *train(*load(), **given), losses.cpu(), sep=",")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
