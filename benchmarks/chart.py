@@ -38,28 +38,21 @@ def draw_rates(axes, runs):
     for axis, name in zip(axes, names):
         for task in (task for task in TASKS if (task, name) in rows(TASKS)):
             own = means(runs[task, name])
-            axis.plot([*own], [100 * mean for mean in own.values()], color=COLORS[task])
-            for seeds, face in (CHOOSING, "white"), (TABLES[TASKS], COLORS[task]):
-                for rate, shares in runs[task, name].items():
-                    found = [100 * shares[seed] for seed in seeds if seed in shares]
-                    style = {"color": COLORS[task], "markerfacecolor": face, "markersize": 4}
-                    axis.plot([rate] * len(found), found, "o", **style)
+            color, shares = COLORS[task], runs[task, name]
+            axis.plot([*own], [100 * mean for mean in own.values()], color=color, label=task)
+            for seeds, face in (CHOOSING, "white"), (TABLES[TASKS], color):
+                dots = [(x, 100 * y[i]) for x, y in shares.items() for i in seeds if i in y]
+                dots = np.array(dots).reshape(-1, 2).T
+                label = f"{task}, seeds {seeds[0]} to {seeds[-1]}"
+                axis.scatter(*dots, 15, face, edgecolors=color, label=label)
         axis.set_title(name, fontsize=9)
         axis.set(xscale="log", xlim=(1.2e-4, 5e-3), ylim=(40, 100))
         axis.minorticks_off()
         axis.set_xticks(RATES, RATES, fontsize=7)
         axis.set_ylabel("correct, %", fontsize=8)
         axis.set_xlabel("learning rate", fontsize=8)
-    *_, last = axes
-    last.axis("off")
-    for name, style in {
-        "pictures": {"color": COLORS["pictures"]},
-        "texts": {"color": COLORS["texts"]},
-        "a seed that chose the rate": {"color": "black", "ls": "", "marker": "o", "mfc": "white"},
-        "a seed that judges": {"color": "black", "ls": "", "marker": "o"},
-    }.items():
-        last.plot([], [], label=name, **style)
-    last.legend(loc="center")
+    axes[-1].axis("off")
+    axes[-1].legend(*axes[0].get_legend_handles_labels(), loc="center")
 
 
 def draw(runs):

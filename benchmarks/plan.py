@@ -111,11 +111,10 @@ def read_runs(column="correct"):
 
 def settings_of(task, row):
     """Its loss, its flags, and the rates among which seeds 0 to 2 choose."""
-    loss, *rest = row.split(", ")
-    name = "".join(f", {each}" for each in rest)
-    ((flags, rates),) = [x[2:] for x in SETTINGS if x[:2] == (task, name)]
+    loss, comma, name = row.partition(",")
+    ((flags, rates),) = [x[2:] for x in SETTINGS if x[:2] == (task, comma + name)]
     rates = "6e-4" if loss == "Rewards shuffled" else rates  # GRPO's: nothing is learned
-    return loss, flags, [float(rate) for rate in rates.split()]
+    return loss, flags, [*map(float, rates.split())]
 
 
 def means(rates):
@@ -148,25 +147,22 @@ def missing(runs):
     A rate of 0 is not chosen yet.
     """
     found = []
-    for tables in ([("pictures", "texts")], [("stale",), ("long",)]):
+    for tables in ([TASKS], [("stale",), ("long",)]):
         keys = [(key, TABLES[tasks]) for tasks in tables for key in rows(tasks)]
-        plan = [
-            (key, rate, s) for s in CHOOSING for key, _ in keys for rate in settings_of(*key)[2]
+        planned = [(seed, key, choose(key, runs[key])) for key, seeds in keys for seed in seeds]
+        planned += [
+            (x, key, rate) for key, _ in keys for rate in settings_of(*key)[2] for x in CHOOSING
         ]
-        plan += [(key, choose(key, runs[key]), seed) for key, seeds in keys for seed in seeds]
-        plan.sort(key=lambda run: run[2])  # all rows of a seed, then those of the next
-        found += [run for run in plan if run[2] not in runs[run[0]].get(run[1], {})]
+        planned.sort(key=lambda run: run[0])  # all rows of a seed, then those of the next
+        found += [(key, rate, x) for x, key, rate in planned if x not in runs[key].get(rate, {})]
     return found
 
 
 def command(key, rate, seed):
     loss, flags, _ = settings_of(*key)
-    if key[0] == "pictures":
-        flags, name = flags.split(), "variants"
-    else:
-        names = [f"--{each.replace('_', '-')}" for each in TEXTS]
-        flags = [x for pair in zip(names, flags.split()) for x in pair]
-        flags += ["--answers", 5 if seed in CHOOSING else 20]
-        name = "texts"
-    call = ["python", f"benchmarks/{name}.py", loss, *flags, "--lr", rate, "--seed", seed]
-    return shlex.join(map(str, call)) + f" >> benchmarks/{name}.csv"
+    name = "variants" if key[0] == "pictures" else "texts"
+    if name == "texts":
+        flags = " ".join(f"--{x.replace('_', '-')} {y}" for x, y in zip(TEXTS, flags.split()))
+        flags += f" --answers {5 if seed in CHOOSING else 20}"
+    call = f"python benchmarks/{name}.py {shlex.quote(loss)} {flags} --lr {rate} --seed {seed}"
+    return f"{call} >> benchmarks/{name}.csv"

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import plan
-from benchmarks.plan import TABLES, TASKS, choose, judge, means, pairs, read_runs, rows
+from benchmarks.plan import TABLES, choose, judge, means, pairs, read_runs, rows
 
 
 @cache
@@ -37,35 +37,6 @@ def compare(values, references):
             t = quantile(1 - 0.05 / (2 * len(references)), len(paired) - 1)
             found[key] = paired.mean(), t * paired.std(ddof=1) / len(paired) ** 0.5
     return found
-
-
-def simulate(spreads, tasks, fails=None, number=2000):
-    """Studies in which all rows are equal, but that one run of ten of `fails` ends 40 points lower.
-
-    spreads: {(task, row): the standard deviation of its runs}, of all rows of a table.
-
-    Returns the share of studies in which all intervals hold the true difference, and {(task, row):
-    the difference that 8 of 10 studies would show}.
-    """
-    random, references, num_seeds = np.random.default_rng(0), pairs(tasks), len(TABLES[tasks])
-    held, needed = [], []
-    for _ in range(number):
-        values = {key: random.normal(0, x, num_seeds) for key, x in spreads.items()}
-        if fails:
-            values[fails] -= 0.4 * (random.random(num_seeds) < 0.1)
-        found = compare(values, references)
-        true = {key: -0.04 * (key == fails) for key in found}  # none is compared with `fails`
-        held.append(all(abs(x - true[key]) <= half for key, (x, half) in found.items()))
-        needed.append([half - x for x, half in found.values()])
-    return np.mean(held), dict(zip(found, np.quantile(needed, 0.8, axis=0)))
-
-
-def spreads_seen(runs, tasks):
-    """{(task, row): of its runs at its rate}; of a row without runs the median of its task."""
-    own = {key: [*runs[key][choose(key, runs[key])].values()] for key in rows(tasks)}
-    known = {key: np.std(x, ddof=1) for key, x in own.items() if len(x) > 2}
-    medians = {of: np.median([x for (task, _), x in known.items() if task == of]) for of in tasks}
-    return {key: known.get(key, medians[key[0]]) for key in own}
 
 
 def markdown(titles, lines):
@@ -122,22 +93,6 @@ def table_of_splits(runs):
     return markdown("rate, 32 x 2, 16 x 4, 8 x 8, 4 x 16", lines)
 
 
-def power(runs, tasks=TASKS):
-    """What the intervals of a table are worth, by simulation."""
-    seen, fails = spreads_seen(runs, tasks), next(iter(pairs(tasks)))
-    truths = {
-        "if all runs spread by 4 points": (dict.fromkeys(seen, 0.04), tasks),
-        "by the spreads seen": (seen, tasks),
-        f"if 1 of 10 runs of {fails[1]} fails besides": (seen, tasks, fails),
-    }
-    shares = [f"{simulate(*truth)[0]:.0%} {name}" for name, truth in truths.items()]
-    lines = [f"All intervals hold in {', '.join(shares)}."]
-    for task in tasks:
-        sizes = [x for key, x in simulate(seen, tasks)[1].items() if key[0] == task]
-        lines.append(f"8 of 10 studies show {100 * np.median(sizes):.0f} points on {task}.")
-    return "\n".join(lines)
-
-
 def main(*arguments):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--missing", action="store_true", help="the missing runs, in their order")
@@ -151,9 +106,9 @@ def main(*arguments):
 
         chart.draw(runs)
     else:
-        texts = [table_of_losses(runs, tasks) for tasks in TABLES]
-        texts += [text(runs) for text in (table_of_rates, table_of_kl, table_of_splits, power)]
-        print(*texts, sep="\n\n")
+        found = [table_of_losses(runs, tasks) for tasks in TABLES]
+        found += [table(runs) for table in (table_of_rates, table_of_kl, table_of_splits)]
+        print(*found, sep="\n\n")
     waiting = sum(not rate for _, rate, _ in left)
     print(f"# {len(left)} planned runs are missing; {waiting} of them wait for a rate.")
 
