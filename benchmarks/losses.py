@@ -5,6 +5,7 @@ papers, and variants.py trains with them.
 """
 
 import inspect
+import re
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -174,3 +175,9 @@ def module(loss, file="grpo.py"):
         changed = module_from_spec(spec)
         spec.loader.exec_module(changed)
     return changed
+
+
+def cpu():
+    """The kind of this CPU, on which rounding depends, and on rounding how a run ends."""
+    names = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text())  # Linux
+    return f"{names[0]} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,11 +1,12 @@
 """Losses on the tiny model: a run, judged by all held-out captions.
 
-    python benchmarks/variants.py "No baseline" --kl-coef 0 --lr 5e-4 --seed 10    a row again
+    python benchmarks/variants.py "No baseline" --kl-coef 0 --lr 5e-4 --seed 10     a row again
     python benchmarks/variants.py GSPO --kl-coef 0 --mini-batches 4 --lr 1e-3 --seed 15 >> \
         benchmarks/variants.csv                                                    a new row
 
 Other flags are train.py's. The losses are those of losses.py. A row has the share of correct
-pictures of the held-out captions, 16 of each, with the sampler and the decoder as deployed.
+pictures of the held-out captions, 16 of each, with the sampler and the decoder as deployed. A run
+has 20 steps, at a learning rate that rises to the last.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def train(start, loss, flags, lr, seed):
     # A step without a group to learn from has none.
     clipped = np.nanmean([np.float64(each["clip_fraction"]) for each in metrics])
     shares = judged["reward/correct"][0], judged["reward/many"][0], clipped
-    return [start, loss, flags, lr, seed, *(f"{x:.5f}" for x in shares)]
+    return [start, loss, flags, lr, seed, *(f"{x:.5f}" for x in shares), losses.cpu()]
 
 
 def make_hard_start():
