@@ -520,7 +520,7 @@ class GRPO:
 
     def teaches(self, group):
         # Hook: groups of equal rewards are left out of 4 to 6, to save their passes, although eq. 3
-        # keeps their KL term (docs/worth.md, The KL term).
+        # keeps their KL term (docs/kl.md).
         return group.advantages.any()
 
     def size_in_loss(self, group, rows):

@@ -145,7 +145,7 @@ class Settings(GRPOSettings):
         "lr": 1e-3,
         # The rate rises over the whole run.
         "warmup_steps": 10,
-        # 20 times GLM-Image's: the policy moves that much further. See docs/worth.md, The KL term.
+        # 20 times GLM-Image's: the policy moves that much further. See docs/kl.md.
         "kl_coef": 0.2,
         # As the tiny model was trained. The release is deployed with 0.9 and 0.75.
         "temperature": 1.0,
