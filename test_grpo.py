@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 import grpo
@@ -858,6 +859,40 @@ def test_each_prompt_is_read_once():
     )
     generate_with_logprobs(model, [LONG, SHORT, LONG[:4]], 3, num_samples=2, top_p=0.9)
     assert seen == [(3, 5, 3, 5, 1), (6, 1, 6, 6, 1), (6, 1, 6, 7, 1)]
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the CPU wait for a GPU: a number for Python, places that a mask names."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, given=(), options=None):
+        aten, options = torch.ops.aten, options or {}
+        places = given[1] if operation is aten.index.Tensor else []
+        by_mask = any(each is not None and each.dtype == torch.bool for each in places)
+        numbers = aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default
+        self.count += by_mask or operation in numbers
+        return operation(*given, **options)
+
+
+@pytest.mark.parametrize(
+    "prompts, end_ids, per_token",  # at most
+    [
+        ([[1, 2], [3, 4]], None, 0),
+        # Where texts may end: which ones have, every 16 tokens.
+        ([[1, 2], [3, 4]], 49, 3 / 16),
+        # transformers asks once whether a mask has padding in it.
+        ([[1, 2], [3]], None, 1),
+    ],
+)
+def test_the_cpu_waits_for_no_token_of_prompts_of_one_length(prompts, end_ids, per_token):
+    model, prompts, waits = text_model(), [*map(torch.tensor, prompts)], []
+    shaping = {"num_samples": 3, "end_ids": end_ids, "allowed_ids": slice(0, 49)}  # none ends
+    for length in (17, 33):
+        with Waits() as seen:
+            generate_with_logprobs(model, prompts, length, **shaping)
+        waits.append(seen.count)
+    assert (waits[1] - waits[0]) / 16 <= per_token
 
 
 def test_a_kernel_that_answers_nan_to_padding_is_loud(monkeypatch):
