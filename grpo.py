@@ -799,12 +799,12 @@ def _drop_ended(samples, unfinished, end_ids, cache):
     The others leave the cache. From a cache without reorder_cache they leave when all have ended.
     """
     tokens = torch.cat([token for token, *_ in samples], dim=1)  # (N*G, tokens so far)
-    going_on = ~torch.isin(tokens, tokens.new_tensor(end_ids)).any(1)[unfinished]
-    if not going_on.any():
-        return unfinished[:0]
-    if not hasattr(cache, "reorder_cache"):
+    ended = torch.isin(tokens, tokens.new_tensor(end_ids)).any(1)[unfinished]
+    going_on = (~ended).nonzero()[:, 0]  # rows of the cache
+    if len(going_on) and not hasattr(cache, "reorder_cache"):
         return unfinished
-    cache.reorder_cache(going_on.nonzero()[:, 0])
+    if 0 < len(going_on) < len(unfinished):
+        cache.reorder_cache(going_on)
     return unfinished[going_on]
 
 
