@@ -456,13 +456,16 @@ def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size
     before = adapter_of(model)
     gradients = torch.autograd.grad(total, run.parameters)
     norm = torch.stack([g.norm() for g in gradients]).norm().item()
-    assert 0 < expected["clip_fraction"] < 1 and (norm > 1) == masked  # cut to 1, or left alone
+    assert 0 < expected["clip_fraction"] < 1 and (norm > 1) == masked
+    if masked:
+        run.settings.max_grad_norm = norm / 3  # else the default, 1: the gradient is left alone
     for p in run.parameters:
         p.grad = torch.ones_like(p)  # left behind by an update that failed
     expected |= {"grad_norm": norm, "skipped": 0, "groups_without_spread": 1 / 3}
     assert run.update(groups[::-1]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     for (name, p), g in zip(adapter_of(model).items(), gradients, strict=True):
-        torch.testing.assert_close(before[name] - p, g / max(norm, 1), atol=1e-5, rtol=1e-3)
+        expected = g / 3 if masked else g
+        torch.testing.assert_close(before[name] - p, expected, atol=1e-5, rtol=1e-3)
     assert all(p.grad is None for p in run.parameters)  # no memory until the next update
 
 
@@ -536,6 +539,9 @@ def test_what_teaches_nothing_gives_no_step(case):
     metrics = run.update([group])
     if case == "overflow":
         hook.remove()
+    if case == "no spread":
+        with warnings.catch_warnings(action="error"):
+            assert run.update([group, group])["grad_norm"] == 0  # no reason for a warning
     skipped = case in ("not a number", "overflow")
     assert (metrics["skipped"], metrics["grad_norm"], steps, run.steps) == (skipped, 0, [], 1)
     assert metrics["groups_without_spread"] == (case == "no spread")
@@ -552,6 +558,16 @@ def test_the_norm_is_the_mean_over_the_iterations_that_made_a_step(monkeypatch):
     with pytest.warns(UserWarning, match="NaN or infinite"):
         metrics = run.update(groups)
     assert (metrics["grad_norm"], metrics["skipped"]) == (0.5, pytest.approx(1 / 3))
+
+
+def test_the_gap_is_of_the_first_step_with_a_group_that_teaches():
+    """Of the mini-batches the first has no spread, and the third comes after a step."""
+    run = trainer(lr=5.0, mini_batches=3)
+    groups = roll_out(run, "one", "two", "one")
+    groups[0].advantages.zero_()
+    with warnings.catch_warnings(action="error"):
+        metrics = run.update(groups)
+    assert 0 < metrics["mean_logprob_gap"] < 1e-5 and metrics["ratio_mean"] != pytest.approx(1)
 
 
 def test_clipping_acts_from_the_second_iteration():
