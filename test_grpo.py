@@ -469,8 +469,12 @@ def test_gradient_equals_autograd_of_the_formula_for_every_micro_batch_size(size
     assert all(p.grad is None for p in run.parameters)  # no memory until the next update
 
 
-@pytest.mark.parametrize("iterations, processes", [(1, 1), (2, 1), (1, 2), (1, 4)])
-def test_each_mini_batch_is_a_step_of_the_formula_over_its_own_groups(iterations, processes):
+@pytest.mark.parametrize(
+    "iterations, processes, number", [(1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 2, 3), (1, 4, 3)]
+)
+def test_each_mini_batch_is_a_step_of_the_formula_over_its_own_groups(
+    iterations, processes, number
+):
     """The second and the third group have equal rewards, and count. Several processes, each with
     its share of the groups, make the steps of one process."""
 
@@ -490,7 +494,9 @@ def test_each_mini_batch_is_a_step_of_the_formula_over_its_own_groups(iterations
         return run, groups
 
     run, groups = prepared()
-    for part in [[0, 2], [1, 3]] * iterations:
+    parts = [[*range(4)[i::number]] for i in range(number)]
+    parts = [part for part in parts if {0, 3} & {*part}] * iterations  # some have a spread
+    for part in parts:
         loss, _ = formula(run.model, [groups[i] for i in part], 0.1, 1.3)
         gradients = torch.autograd.grad(loss, run.parameters)
         with torch.no_grad():
@@ -508,15 +514,15 @@ def test_each_mini_batch_is_a_step_of_the_formula_over_its_own_groups(iterations
             tensor.copy_(sum(each[i] for each in sent.values()) / processes)
         barrier.wait()
 
-    each = [prepared(mini_batches=2, iterations=iterations) for _ in range(processes)]
-    number = len(groups) // processes
+    each = [prepared(mini_batches=number, iterations=iterations) for _ in range(processes)]
+    share = len(groups) // processes
     with ThreadPoolExecutor() as pool:
         for i, (found, groups) in enumerate(each):
             found.average, found.rank = average, i
-            each[i] = found, pool.submit(found.update, groups[number * i : number * (i + 1)])
+            each[i] = found, pool.submit(found.update, groups[share * i : share * (i + 1)])
     for found, metrics in each:
         metrics.result()
-        assert found.steps == 2 * iterations
+        assert found.steps == len(parts)
         for one, other in zip(run.parameters, found.parameters, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
 
@@ -549,6 +555,20 @@ def test_what_teaches_nothing_gives_no_step(case):
     assert all(torch.equal(p, before[name]) for name, p in adapter_of(run.model).items())
     assert step(run, "one", seed=2)[1]["grad_norm"] > 0  # and nothing of it is left behind
     assert all(p.isfinite().all() for p in run.parameters)
+
+
+def test_a_step_that_fails_midway_counts():
+    """It has moved some weights: the work must not be made again."""
+
+    def fail(*given):
+        raise torch.OutOfMemoryError
+
+    run = trainer()
+    groups = roll_out(run, "one")
+    run.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.update(groups)
+    assert run.steps == 1
 
 
 def test_the_norm_is_the_mean_over_the_iterations_that_made_a_step(monkeypatch):

@@ -2,12 +2,19 @@
 generate()."""
 
 import copy
+import os
+import re
+import shutil
+import subprocess
+import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
-from conftest import seeded
+from conftest import ROOT, TINY, seeded
 from make import NUM_CODES
+from PIL import Image
 
 from glm_image.model import encode_prompt
 from grpo import generate_with_logprobs, set_advantages
@@ -35,6 +42,24 @@ def glm_inputs(pipe, prompt, height, width):
         return_tensors="pt",
         processor_kwargs={"target_h": height, "target_w": width},
     )
+
+
+def test_glm_image_is_of_use_without_the_trainer(tmp_path, monkeypatch):
+    """The program of docs/copying.md, in a folder with what it asks to copy."""
+    page = (ROOT / "docs" / "copying.md").read_text()
+    (code,) = re.findall(r"## GLM-Image without the trainer.*?```python\n(.*?)```", page, re.DOTALL)
+    for name in ("glm_image", "inputs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "grpo.py", tmp_path)
+    (tmp_path / TINY.name).symlink_to(TINY)
+    (tmp_path / "program.py").write_text(code)
+    alone = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+    run = [sys.executable, "program.py"]
+    done = subprocess.run(run, cwd=tmp_path, env=alone, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    pictures = [np.asarray(Image.open(tmp_path / f"{i}.png")) for i in range(4)]
+    assert all(picture.shape == (128, 128, 3) and picture.std() > 5 for picture in pictures)
+    assert any((picture != pictures[0]).any() for picture in pictures)
 
 
 def test_glm_image_equals_generate(pipe):
