@@ -154,7 +154,8 @@ def command(key, rate, seed):
     loss, flags, _ = settings_of(*key)
     name = "variants" if key[0] == "pictures" else "texts"
     if name == "texts":
-        flags = " ".join(f"--{x.replace('_', '-')} {y}" for x, y in zip(TEXTS, flags.split()))
-        flags += f" --answers {5 if seed in CHOOSING else 20}"
+        values = *flags.split(), 5 if seed in CHOOSING else 20
+        names = [x.replace("_", "-") for x in (*TEXTS, "answers")]
+        flags = " ".join(f"--{x} {y}" for x, y in zip(names, values))
     call = f"python benchmarks/{name}.py {shlex.quote(loss)} {flags} --lr {rate} --seed {seed}"
     return f"{call} >> benchmarks/{name}.csv"
