@@ -5,6 +5,7 @@ the share over the learning rate, a panel for each row.
 """
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from benchmarks.plan import CHOOSING, ROOT, TABLES, TASKS, judge, means, pairs, rows
@@ -17,17 +18,16 @@ RATES = 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3
 
 def draw_differences(axes, differences):
     """A full dot: 0 is outside of its interval."""
-    for axis, task in zip(axes, TASKS):
+    for axis, (task, color) in zip(axes, COLORS.items()):
         keys = [key for key in differences if key[0] == task][::-1]
         for y, key in enumerate(keys):
             x, half = 100 * np.array(differences[key])
-            face = COLORS[task] if abs(x) > half else "white"
-            axis.errorbar(x, y, xerr=half, fmt="o", color=COLORS[task], markerfacecolor=face)
+            face = color if abs(x) > half else "white"
+            axis.errorbar(x, y, xerr=half, fmt="o", color=color, markerfacecolor=face)
             if abs(x) > EDGE:
-                side = "left" if x < 0 else "right"
-                axis.annotate(f" {x:+.0f} ± {half:.0f} ", (np.sign(x) * EDGE, y), ha=side)
+                axis.text(np.clip(x, -EDGE, EDGE / 2), y, f"{x:+.0f} ± {half:.0f}")
         names = [f"{key[1]}\nfrom {pairs(TASKS)[key][1]}" for key in keys]
-        axis.set_yticks(range(len(keys)), names, fontsize=7)
+        axis.set_yticks(range(len(keys)), names)
         axis.set(xlim=(-EDGE, EDGE), xlabel=f"{task}: difference, points")
         axis.axvline(0, color="gray")
 
@@ -36,25 +36,25 @@ def draw_rates(axes, runs):
     """A line through the means of the seeds that choose; what is below 40% is not shown."""
     names = [*dict.fromkeys(row for _, row in rows(TASKS) if row != "Rewards shuffled")]
     for axis, name in zip(axes, names):
-        for task in (task for task in TASKS if (task, name) in rows(TASKS)):
-            own = means(runs[task, name])
-            color, shares = COLORS[task], runs[task, name]
-            axis.plot([*own], [100 * mean for mean in own.values()], color=color, label=task)
-            for seeds, face in (CHOOSING, "white"), (TABLES[TASKS], color):
-                dots = [(x, 100 * y[i]) for x, y in shares.items() for i in seeds if i in y]
-                dots = np.array(dots).reshape(-1, 2).T
-                label = f"{task}, seeds {seeds[0]} to {seeds[-1]}"
-                axis.scatter(*dots, 15, face, edgecolors=color, label=label)
-        axis.set_title(name, fontsize=9)
-        axis.set(xscale="log", xlim=(1.2e-4, 5e-3), ylim=(40, 100))
+        for task, color in COLORS.items():
+            if (task, name) in rows(TASKS):
+                shares = runs[task, name]
+                mean = [100 * y for y in means(shares).values()]
+                axis.plot([*means(shares)], mean, color=color, label=task)
+                for seeds, face in (CHOOSING, "white"), (TABLES[TASKS], color):
+                    dots = [(x, 100 * y[i]) for x, y in shares.items() for i in seeds if i in y]
+                    label = f"{task}, seeds {seeds[0]} to {seeds[-1]}"
+                    dots = np.array(dots).reshape(-1, 2).T
+                    axis.scatter(*dots, 15, face, edgecolors=color, label=label)
+        axis.set(title=name, xscale="log", xlim=(1.2e-4, 5e-3), ylim=(40, 100))
         axis.minorticks_off()
-        axis.set_xticks(RATES, RATES, fontsize=7)
-        axis.set_ylabel("correct, %", fontsize=8)
-        axis.set_xlabel("learning rate", fontsize=8)
+        axis.set_xticks(RATES, RATES)
+        axis.set(xlabel="learning rate", ylabel="correct, %")
     axes[-1].axis("off")
     axes[-1].legend(*axes[0].get_legend_handles_labels(), loc="center")
 
 
+@rc_context({"font.size": 8})
 def draw(runs):
     differences = compare(judge(runs, runs, TASKS), pairs(TASKS))
     figure = Figure((10, 16 if differences else 10), layout="constrained")

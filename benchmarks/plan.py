@@ -56,34 +56,26 @@ GAMED = "--reward many --warmup-steps 0 --steps 12 --kl-coef"
 SETTINGS += [("pictures", f", gamed, KL {kl}", f"{GAMED} {kl}", "") for kl in ("0", "0.2", "1")]
 TEXTS = "mini_batches", "iterations", "clip_range", "words"  # of a row of texts.csv
 DAPO, CLIPS = "DAPO's token mean", "DAPO's two clip ranges"
-# (row, what it is compared with, tasks). A row is run as its loss is named here: "Dr. GRPO" is also
-# RLOO, GPG and REINFORCE++-baseline (same.py).
-PLAN = [
-    ("Dr. GRPO", "GRPO", "pictures texts long"),
-    ("REINFORCE", "GRPO", "pictures texts"),
-    ("RAFT", "GRPO", "pictures texts"),
-    ("REINFORCE++", "GRPO", "pictures texts"),
-    (DAPO, "GRPO", "texts stale long"),
-    ("No baseline", "GRPO", "pictures texts"),  # a control
-    ("Rewards shuffled", "GRPO", "texts"),  # a control
-    ("GRPO, 4 mini-batches", "GRPO", "pictures texts"),
-    ("GSPO, 4 mini-batches", "GRPO, 4 mini-batches", "pictures texts"),
-    (f"{DAPO}, 4 mini-batches", "GRPO, 4 mini-batches", "texts"),
-    (f"{CLIPS}, 4 mini-batches", f"{DAPO}, 4 mini-batches", "texts"),
-    ("CISPO, 4 mini-batches", f"{DAPO}, 4 mini-batches", "texts"),
-    ("GRPO, 4 passes", "GRPO", "pictures texts"),
-    ("GRPO, 4 passes, no clip", "GRPO, 4 passes", "pictures"),
-    ("GRPO, no clip", "GRPO", "stale"),
-    ("GSPO", "GRPO", "stale"),
-    (CLIPS, DAPO, "stale"),
-    ("CISPO", DAPO, "stale"),  # with a cap of 1.2
-    ("CISPO, cap 5", DAPO, "stale"),
-]
+BOTH = ["Dr. GRPO", "REINFORCE", "RAFT", "REINFORCE++", "No baseline"]
+BOTH += ["GRPO, 4 mini-batches", "GRPO, 4 passes"]
+GSPO = {"GSPO, 4 mini-batches": "GRPO, 4 mini-batches"}
+# {task: {row: the row with which it is compared}}. A row is run as its loss is named here:
+# "Dr. GRPO" is also RLOO, GPG and REINFORCE++-baseline (same.py).
+PLAN = {
+    "pictures": dict.fromkeys(BOTH, "GRPO") | GSPO | {"GRPO, 4 passes, no clip": "GRPO, 4 passes"},
+    "texts": dict.fromkeys([*BOTH, DAPO, "Rewards shuffled"], "GRPO")
+    | GSPO
+    | {f"{DAPO}, 4 mini-batches": "GRPO, 4 mini-batches"}
+    | {f"{row}, 4 mini-batches": f"{DAPO}, 4 mini-batches" for row in (CLIPS, "CISPO")},
+    "stale": dict.fromkeys(["GRPO, no clip", "GSPO", DAPO], "GRPO")
+    | dict.fromkeys([CLIPS, "CISPO", "CISPO, cap 5"], DAPO),
+    "long": dict.fromkeys(["Dr. GRPO", DAPO], "GRPO"),
+}
 
 
 def pairs(tasks):
     """{(task, row): the row with which it is compared} of a table."""
-    return {(task, row): (task, x) for task in tasks for row, x, of in PLAN if task in of.split()}
+    return {(task, row): (task, x) for task in tasks for row, x in PLAN[task].items()}
 
 
 def rows(tasks):
@@ -162,7 +154,8 @@ def command(key, rate, seed):
     loss, flags, _ = settings_of(*key)
     name = "variants" if key[0] == "pictures" else "texts"
     if name == "texts":
-        flags = " ".join(f"--{x.replace('_', '-')} {y}" for x, y in zip(TEXTS, flags.split()))
-        flags += f" --answers {5 if seed in CHOOSING else 20}"
+        values = *flags.split(), 5 if seed in CHOOSING else 20
+        names = [x.replace("_", "-") for x in (*TEXTS, "answers")]
+        flags = " ".join(f"--{x} {y}" for x, y in zip(names, values))
     call = f"python benchmarks/{name}.py {shlex.quote(loss)} {flags} --lr {rate} --seed {seed}"
     return f"{call} >> benchmarks/{name}.csv"

@@ -1,6 +1,4 @@
-"""Which losses have the same gradient, with one optimiser step per batch: docs/worth.md's cosines.
-
-    python benchmarks/same.py
+"""Which losses have one gradient, with one optimiser step per batch.
 
 A loss weighs the log-prob of each token. Where the weights of two losses are proportional, so are
 their gradients, whatever the model. So no model is needed: log-probs are numbers here, and groups
@@ -68,11 +66,8 @@ def cosines(task):
     return torch.einsum("isn,jsn->ij", found, found) / STEPS
 
 
-def main(*arguments):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args(arguments)
+def main():
+    argparse.ArgumentParser(description=__doc__).parse_args()
     others = [NAMES.index(x) for x in ("GRPO", "DAPO's token mean", "Dr. GRPO")]
     found = torch.cat([cosines(task)[:, others] for task in ("pictures", "texts")], dim=1)
     lines = [[name, *(f"{x:.3f}" for x in row)] for name, row in zip(NAMES, found.tolist())]
@@ -80,4 +75,4 @@ def main(*arguments):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -57,10 +57,10 @@ def table_of_losses(runs, tasks):
             if key in differences:
                 difference, half = differences[key]
                 bold = "**" if abs(difference) > half else ""
-                cells[3] = f"{bold}{100 * difference:+.0f} ± {100 * half:.0f}{bold}"
+                cells[3] = f"{bold}{round(100 * difference):+d} ± {100 * half:.0f}{bold}"
                 cells[4] = references[key][1]
             failed = (values[key] <= np.median(values[key]) - plan.FAILS).sum()
-            lines.append([*cells, str(failed), *(f"{np.nanmean(x[key]):.2g}" for x in others)])
+            lines.append([*cells, str(failed), *(f"{np.nanmean(x[key]):.3g}" for x in others)])
         titles = f"{task}, rate, correct, difference, from, failed, {', '.join(columns)}"
         found.append(markdown(titles, lines) if lines else f"No row of {task} is complete.")
     return "\n\n".join(found)

