@@ -1,9 +1,10 @@
-"""GRPO in one file: group relative policy optimisation of a model that writes image codes.
+"""GRPO in one file: group relative policy optimisation of a model that writes tokens.
 
 GRPO is reinforcement learning: it raises the mean reward of what a model samples. For a prompt the
-policy, a language model, writes a group of G sequences of T tokens, the codes of G pictures. A
-decoder paints the pictures, and each gets a reward R. The loss pushes up the probability of the
-tokens of the pictures that beat their group, and pushes down those of the pictures below its mean:
+policy, a language model, writes a group of G sequences of T tokens. They may be texts; here they
+are the codes of G pictures, which a decoder paints. Each picture gets a reward R. The loss pushes
+up the probability of the tokens of the pictures that beat their group, and pushes down those of the
+pictures below its mean:
 
     A          = (R - mean(R)) / std(R)  the advantage of a picture: a z-score within its group
     plain loss = -mean(A log pi(token))  over tokens, samples and prompts
@@ -69,9 +70,9 @@ steps cost no further pass. Use iterations if sampling and painting take most of
 repeats the passes on the same samples. What several steps cost and gained on two small tasks is on
 a page of its own, docs/worth.md.
 
-Sampling may be cut to the likeliest tokens, the nucleus (top_p). Then pi, pi_old and ref are all
-cut to the same tokens and renormalised. Tokens outside get no gradient, and the KL term compares
-the cut distributions: what the policy does outside of the nucleus is neither taught nor held.
+Sampling may be cut to the likeliest tokens of pi_old, the nucleus (top_p). Then pi and ref are cut
+to the same tokens, and all three are renormalised. Tokens outside of the nucleus get no gradient,
+and the KL term compares the cut distributions.
 
 A training step has six parts, in this order; examples/pictures.py has them in a whole trainer:
 
