@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import losses
 from benchmarks.tables import markdown
 
-NUM_GROUPS, GROUP_SIZE, LENGTH, STEPS = 16, 4, 11, 40
+NUM_GROUPS, GROUP_SIZE, LENGTH, STEPS = 16, 4, 11, 10
 NAMES = ["GRPO", "GSPO", "DAPO's token mean", "DAPO's two clip ranges", "CISPO"]
 NAMES += ["Dr. GRPO", "RLOO", "GPG", "REINFORCE++-baseline", "REINFORCE++", "RAFT", "REINFORCE"]
 NAMES += ["No baseline"]
