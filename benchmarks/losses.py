@@ -179,5 +179,5 @@ def module(loss, file="grpo.py"):
 
 def cpu():
     """The kind of this CPU, on which rounding depends, and on rounding how a run ends."""
-    names = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text())  # Linux
+    names = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text("utf-8"))  # Linux
     return f"{names[0]} {torch.backends.cpu.get_cpu_capability()}"
