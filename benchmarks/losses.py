@@ -5,6 +5,7 @@ papers, and variants.py trains with them.
 """
 
 import inspect
+import platform
 import re
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -179,5 +180,6 @@ def module(loss, file="grpo.py"):
 
 def cpu():
     """The kind of this CPU, on which rounding depends, and on rounding how a run ends."""
-    names = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text("utf-8"))  # Linux
-    return f"{names[0]} {torch.backends.cpu.get_cpu_capability()}"
+    file = Path("/proc/cpuinfo")  # of Linux
+    names = re.findall("model name.*: (.*)", file.read_text("utf-8")) if file.exists() else []
+    return f"{[*names, platform.machine()][0]} {torch.backends.cpu.get_cpu_capability()}"
