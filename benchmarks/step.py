@@ -3,12 +3,11 @@
     pip install trl==1.16.0 && python benchmarks/step.py
 
 A random Qwen2, one thread, float32. A step samples 4 prompts x 8 texts of at most 128 tokens, and
-makes one update of a LoRA adapter with a KL term; micro-batches are of 4 and 8, the defaults. The
-samplers write 32 prompts x 8 texts of 1 to 200 tokens; generate() returns no log-probs. Each
-program draws its own texts. CPU seconds are user and system, of one step. MiB are the growth of the
-process's peak memory. Each measurement is a process of its own, in which a first step is not timed.
-The programs take turns; a row has the least of two rounds, since other programs on the machine only
-add.
+makes one update of a LoRA adapter in micro-batches of 8, with a KL term. The samplers write 32
+prompts x 8 texts of 1 to 200 tokens; generate() returns no log-probs. Each program draws its own
+texts. CPU seconds are user and system, of one step. MiB are the growth of the process's peak
+memory. Each measurement is a process of its own, in which a first step is not timed. The programs
+take turns; a row has the least of two rounds, since other programs on the machine only add.
 """
 
 import argparse
@@ -57,7 +56,7 @@ def build_model(ends):
 def our_steps(model):
     model = get_peft_model(model, LORA)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0)
-    trainer = GRPO(model, optimizer, GRPOSettings(kl_coef=0.04, end_ids=END))
+    trainer = GRPO(model, optimizer, GRPOSettings(micro_batch_size=8, kl_coef=0.04, end_ids=END))
     for prompts in PROMPTS[: 4 * STEPS].split(4):
         mark()
         groups = trainer.sample([*prompts], 8, max_new_tokens=128)
