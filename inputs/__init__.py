@@ -118,7 +118,8 @@ def load_from_file(name):
         for old in modules([folder]):
             del sys.modules[old]
         FOLDERS[folder] = folder in sys.path
-        sys.path.append(folder)
+        if not FOLDERS[folder]:
+            sys.path.append(folder)
     invalidate_caches()  # the file may be new
     spec = None if "." in module else find_spec(module)
     if spec is None or Path(spec.origin or "").resolve() != file:
