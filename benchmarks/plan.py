@@ -56,8 +56,8 @@ GAMED = "--reward many --warmup-steps 0 --steps 12 --kl-coef"
 SETTINGS += [("pictures", f", gamed, KL {kl}", f"{GAMED} {kl}", "") for kl in ("0", "0.2", "1")]
 TEXTS = "mini_batches", "iterations", "clip_range", "words"  # of a row of texts.csv
 DAPO, CLIPS = "DAPO's token mean", "DAPO's two clip ranges"
-BOTH = ["Dr. GRPO", "REINFORCE", "RAFT", "REINFORCE++", "No baseline"]
-BOTH += ["GRPO, 4 mini-batches", "GRPO, 4 passes"]
+BOTH = ["GRPO, 4 mini-batches", "GRPO, 4 passes"]
+BOTH += ["Dr. GRPO", "REINFORCE", "RAFT", "REINFORCE++", "No baseline"]
 GSPO = {"GSPO, 4 mini-batches": "GRPO, 4 mini-batches"}
 # {task: {row: the row with which it is compared}}. A row is run as its loss is named here:
 # "Dr. GRPO" is also RLOO, GPG and REINFORCE++-baseline (same.py).
@@ -136,17 +136,18 @@ def judge(runs, values, tasks):
 def missing(runs):
     """[(key, rate, seed)] that are planned and not in the files, in the order in which to run them.
 
-    A rate of 0 is not chosen yet.
+    First what chooses rates. Then each row is finished on all tasks before the next begins, since
+    the tables show finished rows alone. A rate of 0 is not chosen yet.
     """
     found = []
     for tables in ([TASKS], [("stale",), ("long",)]):
         keys = [(key, TABLES[tasks]) for tasks in tables for key in rows(tasks)]
-        planned = [(seed, key, choose(key, runs[key])) for key, seeds in keys for seed in seeds]
-        planned += [
-            (x, key, rate) for key, _ in keys for rate in settings_of(*key)[2] for x in CHOOSING
-        ]
-        planned.sort(key=lambda run: run[0])  # all rows of a seed, then those of the next
-        found += [(key, rate, x) for x, key, rate in planned if x not in runs[key].get(rate, {})]
+        names = [row for (_, row), _ in keys]
+        keys.sort(key=lambda each: names.index(each[0][1]))
+        rates = [(key, settings_of(*key)[2]) for key, _ in keys]
+        planned = [(key, rate, x) for x in CHOOSING for key, own in rates for rate in own]
+        planned += [(key, choose(key, runs[key]), x) for key, seeds in keys for x in seeds]
+        found += [run for run in planned if run[2] not in runs[run[0]].get(run[1], {})]
     return found
 
 

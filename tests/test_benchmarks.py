@@ -163,7 +163,7 @@ def by_command(call, monkeypatch, capsys):
 
 def test_the_missing_runs_complete_the_plan(monkeypatch, capsys):
     """From no run at all, one by one: what a command prints is what was missing, and the rows that
-    wait for a rate get it. Rates are chosen before they are judged, seed after seed."""
+    wait for a rate get it. Rates are chosen first. Then a row is finished before the next begins."""
     lines = {"variants": [], "texts": []}
     monkeypatch.setattr(plan, "read", lines.get)
     done, first = [], plan.missing(plan.read_runs())
@@ -177,6 +177,8 @@ def test_the_missing_runs_complete_the_plan(monkeypatch, capsys):
     assert not plan.missing(plan.read_runs()) and len(done) == len(first)
     seeds = Counter(seed for (task, _), _, seed in done if task in plan.TASKS)
     assert [*seeds] == [0, 1, 2, *range(20, 30)]
+    judged = [key for key, _, seed in done if key[0] in plan.TASKS and seed >= 20]
+    assert judged[::10] == [*dict.fromkeys(judged)] and judged[10:20] == 10 * [("texts", "GRPO")]
     rows = len(plan.rows(plan.TASKS))
     assert {seeds[seed] for seed in range(20, 30)} == {rows}
     of_texts = [row for row in lines["texts"] if row["seed"] in ("0", "20")]
