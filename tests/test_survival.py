@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import random
+import re
 import runpy
 import shlex
 import shutil
@@ -222,8 +223,7 @@ def test_a_resume_stops_where_a_reward_file_is_another(quick, capsys):
     assert [each["reward"] for each in records("run/metrics.jsonl")] == [0.5, 0.5, 0.75]
 
 
-@pytest.mark.parametrize("name", ["helper.py", "draw.py", "late.py"])
-def test_a_resume_warns_where_other_modules_of_the_users_are_others(quick, capsys, name):
+def test_a_resume_warns_where_other_modules_of_the_users_are_others(quick, capsys):
     """What a reward file imports; and the functions that draw targets."""
     Path("helper.py").write_bytes(b"# coding: latin-1, not the usual: \xe9\nVALUE = 1\n")
     Path("late.py").touch()
@@ -235,11 +235,15 @@ def test_a_resume_warns_where_other_modules_of_the_users_are_others(quick, capsy
     assert quick(flags, "--steps 1 --out run") == 0
     assert resume("run") == 0 and "began" not in capsys.readouterr().out
     made = json.loads(Path("run/settings.json").read_text())["versions"]["your modules"]
-    with open(name, "a", encoding="utf-8") as file:
-        file.write("MORE = 1\n")
-    for _ in range(2):  # each time
+    found = []
+    for name in ("helper.py", "draw.py", "late.py", None):  # and each time
+        if name:
+            with open(name, "a", encoding="utf-8") as file:
+                file.write("MORE = 1\n")
         assert resume("run") == 0
-        assert f"warning: run began with your modules {made} (now " in capsys.readouterr().out
+        text = capsys.readouterr().out
+        found += re.findall(rf"warning: run began with your modules {made} \(now (\w+)", text)
+    assert len(found) == 4 and len({made, *found}) == 4 and found[2] == found[3]
 
 
 OWN_SCRIPT = """
