@@ -60,7 +60,9 @@ def table_of_losses(runs, tasks):
                 cells[3] = f"{bold}{round(100 * difference):+d} ± {100 * half:.0f}{bold}"
                 cells[4] = references[key][1]
             failed = (values[key] <= np.median(values[key]) - plan.FAILS).sum()
-            lines.append([*cells, str(failed), *(f"{np.nanmean(x[key]):.3g}" for x in others)])
+            clipped, *lengths = (np.nanmean(x[key]) for x in others)
+            cells += [str(failed), f"{100 * clipped:.2g}%", *(f"{x:.3g}" for x in lengths)]
+            lines.append(cells)
         titles = f"{task}, rate, correct, difference, from, failed, {', '.join(columns)}"
         found.append(markdown(titles, lines) if lines else f"No row of {task} is complete.")
     return "\n\n".join(found)

@@ -292,8 +292,8 @@ def test_the_tables_are_of_the_files(monkeypatch, capsys):
     end = lines.index("No row of texts is complete.")
     cells = {line.split(" | ")[0][2:]: line.strip("| ").split(" | ")[1:] for line in lines[2:end]}
     assert "REINFORCE" not in cells
-    assert cells["GRPO"] == ["0.001", "70%", "", "", "0", "0.0025"]
-    assert cells["RAFT"] == ["0.001", "60%", "**-10 ± 0**", "GRPO", "0", "0.0025"]
+    assert cells["GRPO"] == ["0.001", "70%", "", "", "0", "0.25%"]
+    assert cells["RAFT"] == ["0.001", "60%", "**-10 ± 0**", "GRPO", "0", "0.25%"]
     assert cells["Dr. GRPO"][1:3] == ["67%", "-3 ± 14"] and cells["Dr. GRPO"][4] == "1"
     own = cells["GSPO, 4 mini-batches"]
     assert own[2:4] == ["**-50 ± 0**", "GRPO, 4 mini-batches"]
