@@ -67,8 +67,8 @@ adapter; there the reference is a frozen copy of it.) Why k3: see compute_grpo_l
 By default there is one optimiser step per batch. The ratio then is 1 up to rounding, and the clip
 has nothing to do. With several steps both act. Use mini_batches if a batch has many groups: its
 steps cost no further pass. Use iterations if sampling and painting take most of the time: each
-repeats the passes on the same samples. What several steps cost and gained on two small tasks is on
-a page of its own, docs/worth.md.
+repeats the passes on the same samples. On two small tasks, pictures and texts, four mini-batches
+gained 7 +- 4 and 0 +- 7 points of correct samples, four passes 4 +- 6 and -1 +- 8 (docs/worth.md).
 
 Sampling may be cut to the likeliest tokens of pi_old, the nucleus (top_p). Then pi and ref are cut
 to the same tokens, and all three are renormalised. Tokens outside of the nucleus get no gradient,

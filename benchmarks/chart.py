@@ -28,6 +28,7 @@ def draw_differences(axes, differences):
                 axis.text(np.clip(x, -EDGE, EDGE / 2), y, f"{x:+.0f} ± {half:.0f}")
         names = [f"{key[1]}\nfrom {pairs(TASKS)[key][1]}" for key in keys]
         axis.set_yticks(range(len(keys)), names)
+        axis.set_ylim(-0.5, max(1, len(keys)) - 0.5)
         axis.set(xlim=(-EDGE, EDGE), xlabel=f"{task}: difference, points")
         axis.axvline(0, color="gray")
 
@@ -57,8 +58,13 @@ def draw_rates(axes, runs):
 @rc_context({"font.size": 8})
 def draw(runs):
     differences = compare(judge(runs, runs, TASKS), pairs(TASKS))
-    figure = Figure((10, 16 if differences else 10), layout="constrained")
-    *above, below = figure.subfigures(1 + bool(differences), 1, squeeze=False)[:, 0]
+    heights = [10]  # inches
+    if differences:
+        most = max(sum(task == own for own, _ in differences) for task in TASKS)
+        heights = [1 + most / 2, 10]
+    figure = Figure((10, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)
+    *above, below = parts[:, 0]
     if differences:
         draw_differences(above[0].subplots(1, 2), differences)
     draw_rates(below.subplots(5, 3).flatten(), runs)

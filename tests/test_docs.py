@@ -22,7 +22,8 @@ from torch.distributed.run import get_args_parser
 from train_decoder import DecoderSettings
 from train_edits import EditSettings
 
-from benchmarks import losses, tables
+import grpo
+from benchmarks import losses, plan, tables
 from runtime.settings import Settings, build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,6 +150,17 @@ def test_the_tables_are_those_of_the_files():
         of_tasks = tables.table_of_losses(runs, tasks).split("\n\n")
         texts += [text for text in of_tasks if text.startswith("|")]
     assert [text for text in texts if " ".join(text.split()) not in pages] == []
+
+
+def test_the_header_of_grpo_says_what_several_steps_gained():
+    runs = tables.read_runs()
+    values = plan.judge(runs, runs, plan.TASKS)
+    found = tables.compare(values, plan.pairs(plan.TASKS))
+    header = " ".join(grpo.__doc__.split())
+    for row, words in ("4 mini-batches", "mini-batches gained"), ("4 passes", "passes"):
+        both = [found[task, f"GRPO, {row}"] for task in plan.TASKS]
+        gained, other = (f"{round(100 * x)} +- {100 * half:.0f}" for x, half in both)
+        assert re.search(rf"four {words} {re.escape(gained)} and {re.escape(other)}\b", header)
 
 
 def test_copying_says_what_each_loss_of_the_file_changes():
