@@ -12,7 +12,7 @@ from benchmarks.plan import CHOOSING, ROOT, TABLES, TASKS, judge, means, pairs, 
 from benchmarks.tables import compare
 
 COLORS = {"pictures": "C0", "texts": "C1"}
-EDGE = 25  # points: what lies further off is written at the edge
+EDGE = 35  # points: what lies further off is written at the edge
 RATES = 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3
 
 
@@ -25,7 +25,7 @@ def draw_differences(axes, differences):
             face = color if abs(x) > half else "white"
             axis.errorbar(x, y, xerr=half, fmt="o", color=color, markerfacecolor=face)
             if abs(x) > EDGE:
-                axis.text(np.clip(x, -EDGE, EDGE / 2), y, f"{x:+.0f} ± {half:.0f}")
+                axis.text(np.clip(x, 1 - EDGE, EDGE / 2), y, f"{x:+.0f} ± {half:.0f}", va="bottom")
         names = [f"{key[1]}\nfrom {pairs(TASKS)[key][1]}" for key in keys]
         axis.set_yticks(range(len(keys)), names)
         axis.set_ylim(-0.5, max(1, len(keys)) - 0.5)
