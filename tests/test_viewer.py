@@ -200,6 +200,16 @@ def test_a_frame_needs_a_judge_that_says_1_or_0_alone(made):
     assert not any(wrong())
 
 
+def test_a_sheet_speaks_of_frames_if_it_has_any(made):
+    note = lambda: Image.open(made / "before-after.png").convert("L").crop((0, 0, 288, 56))
+    viewer.show(made)
+    assert note().getextrema()[0] < 128
+    file = made / "evaluation.jsonl"
+    file.write_text(file.read_text().replace('"judge": "kind"', '"judge": null'))
+    viewer.show(made)
+    assert note().getextrema() == (255, 255)
+
+
 @pytest.mark.parametrize(
     "lines, steps, words, missing",
     [

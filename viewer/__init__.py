@@ -75,7 +75,7 @@ def show(out):
         (Image.open(run.out / file, formats=["PNG"]), *words) for file, *words in block
     ]
     rows = [(prompt, [*map(opened, blocks)]) for prompt, _, blocks in run.before_after()]
-    draw_grid([*sides(run.evaluations)], rows, "red frame:\nwrong").save(
-        run.out / "before-after.png"
-    )
+    framed = any(wrong for _, blocks in rows for block in blocks for *_, wrong in block)
+    sheet = draw_grid([*sides(run.evaluations)], rows, "red frame:\nwrong" if framed else "")
+    sheet.save(run.out / "before-after.png")
     (run.out / "index.html").write_text(draw_page(run), "utf-8")
