@@ -323,6 +323,7 @@ def test_turns_begin_amid_a_run(lockable, monkeypatch):
     model.scale = torch.nn.Buffer(torch.ones(3))
     where = lambda: [x.data_ptr() for x in (model.weight, model.scale, model.adapter)]
     loaded = where()
+    kept = model.adapter.data  # or its address could be given to another
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", lambda tensor, device: tensor.clone())  # as to a GPU
         memory = holding(CUDA, model, frozen())
@@ -335,6 +336,7 @@ def test_turns_begin_amid_a_run(lockable, monkeypatch):
     assert where() == [*loaded[:2], up[2]] and not memory.homes  # or int8 would stay up
     memory.offload.all_but(model)
     assert not {*where()} & {*loaded}
+    assert kept.data_ptr() == loaded[2]
 
 
 def test_weights_that_cannot_be_locked_stay_where_they_are(monkeypatch, capsys):
