@@ -1,6 +1,8 @@
 """The user at the terminal: lines of a run, and its errors as one line each."""
 
+import atexit
 import os
+import signal
 import sys
 from contextlib import contextmanager, suppress
 from functools import wraps
@@ -85,12 +87,22 @@ def exit_code(main):
 
 
 def leave(code):
-    """Ends the program with the exit code of its main().
+    """Ends the program with the exit code of its main(), after Ctrl-C by the signal.
 
-    After Ctrl-C as Python does by itself, but without a traceback: a shell ends its loop over runs
-    only if the program died of the signal.
+    A shell ends its loop over runs only if the program died of the signal. Python's own way, an
+    uncaught KeyboardInterrupt, ends with 1 where a handler of atexit executes a string.
     """
     if code == 130 and os.name == "posix":
-        sys.excepthook = lambda *error: None
-        raise KeyboardInterrupt
+        atexit.register(die)
     sys.exit(code)
+
+
+def die():
+    """Of Ctrl-C, once all other handlers of atexit have run."""
+    atexit.unregister(die)
+    try:
+        atexit._run_exitfuncs()
+        print(end="", flush=True)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)

@@ -634,13 +634,19 @@ def test_ctrl_c_leaves_the_newest_checkpoint(judged, capfd, call, saved):
 
 
 def test_ctrl_c_ends_the_loop_of_a_shell():
-    """Which goes on after an exit code, also of 130. A terminal tells all processes."""
-    press = "import os, signal\nfrom runtime.terminal import exit_code, leave\n"
+    """Which goes on after an exit code, also of 130. A terminal tells all processes.
+
+    Handlers of atexit run before. A string that they execute makes Python forget the signal.
+    """
+    press = "import atexit, os, signal\nfrom runtime.terminal import exit_code, leave\n"
+    press += 'atexit.register(print, "handled")\natexit.register(exec, "0")\n'
     press += "leave(exit_code(lambda: os.killpg(0, signal.SIGINT))())"
     loop = f"for run in 1 2; do {sys.executable} -c '{press}'; echo ended $?; done"
     options = {"cwd": ROOT, "start_new_session": True, "capture_output": True, "text": True}
+    options["env"] = os.environ | {"PYTHONUNBUFFERED": ""}
     done = subprocess.run(["bash", "-c", loop], check=False, **options)
-    assert done.returncode == -signal.SIGINT and done.stdout == done.stderr == ""
+    assert done.returncode == -signal.SIGINT
+    assert done.stdout == "handled\n" and done.stderr == ""
 
 
 @pytest.mark.parametrize("script", ["train.py", *SCRIPTS])
